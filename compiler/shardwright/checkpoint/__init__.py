@@ -1,2 +1,1 @@
-"""Checkpoints by parameter name: written, read, pruned, copied and exported, whatever layout wrote
-them."""
+"""Save, read, prune, copy and export checkpoints by parameter name, whatever layout wrote them."""

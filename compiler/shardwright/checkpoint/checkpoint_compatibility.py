@@ -1,5 +1,4 @@
-"""Does a checkpoint fit here? One answer: `run` acts on it, `diff` tells it beforehand. No torch
-here."""
+"""Compare a checkpoint with a plan: `run` acts on the result, `diff` reports it. No torch."""
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ from shardwright.utils.json_records import copy_shared_fields
 
 BYTE_TOKENIZER = "byte"
 SHARDING_KEYS = tuple(axis.name for axis in axes_in_print_order() if axis.holds)
-"""Keys of a strategy that decide which rank holds what; the others change what is computed on the
-way."""
-# ZeRO and offload move states about, and no layer or shard of the model.
+"""Keys of a layout that decide which rank holds what."""
+# ZeRO and offload move optimizer states, but no layers or shards.
 _RANK_SHARDING_KEYS = tuple(key for key in SHARDING_KEYS if key not in ("zero_stage", "offload"))
 _BATCH = "global_batch_size"
 _SAMPLES = (_BATCH, "sequence_length", "seed")
@@ -28,8 +26,11 @@ _SAMPLES = (_BATCH, "sequence_length", "seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """files: (name, sha256 hex) of each; () for the byte tokenizer; None where they are not on this
-    machine."""
+    """Identify a tokenizer.
+
+    files: (name, sha256 hex) of each; () for the byte tokenizer; None where they are not on this
+        machine.
+    """
 
     name: str
     files: tuple[tuple[str, str], ...] | None
@@ -37,9 +38,13 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRequirements:
-    """What of a run a checkpoint has to fit. boundaries: of its pipeline stages. tokenizer: None
-    where the data are token ids already, or made up. samples: keys of `training` that decide their
-    order. held_out: the share of the training data that is kept for validation."""
+    """Hold what of a run a checkpoint has to match.
+
+    boundaries: of its pipeline stages.
+    tokenizer: None where the data is token ids or synthetic.
+    samples: keys of `training` that decide the samples' order.
+    held_out: share of the training data held out for validation.
+    """
 
     architecture: str
     config_hash: str
@@ -56,7 +61,7 @@ class ResumeRequirements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange:
-    """A recipe's key, and both values where they say more than the key does."""
+    """Describe a changed recipe key."""
 
     key: str
     words: str
@@ -64,9 +69,13 @@ class KeyChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compatibility:
-    """refused: what keeps it from being loaded, "" where it can be. layout: what makes ranks hold
-    other parts. samples: what makes them come in another order; a step's number stands for the
-    samples before it."""
+    """Hold the result of a comparison.
+
+    refused: what prevents loading, "" where nothing does.
+    why: the difference, in words.
+    layout: changes that move parts to other ranks.
+    samples: changes of the samples' order, as a step's number stands for the samples before it.
+    """
 
     refused: Literal["", "model", "adapters", "frozen", "tokenizer"] = ""
     why: str = ""
@@ -75,7 +84,10 @@ class Compatibility:
 
 
 def resume_requirements(plan: Plan, folder: Path) -> ResumeRequirements:
-    """folder: the compiled folder, or a checkpoint, which holds what a compiled folder holds."""
+    """Return the requirements of a plan.
+
+    folder: the compiled folder or a checkpoint, which has the same files.
+    """
     return copy_shared_fields(
         ResumeRequirements,
         plan,
@@ -90,14 +102,17 @@ def resume_requirements(plan: Plan, folder: Path) -> ResumeRequirements:
 
 
 def sample_order(training: object, islands: int) -> tuple[tuple[str, int], ...]:
-    """training: the plan's section, or the recipe's, of one island: a step takes the rows of all of
-    them."""
+    """Return the keys that decide the samples' order.
+
+    training: section of the plan or recipe of one island; a step takes the sequences of all
+        islands.
+    """
     of_all = {_BATCH: islands}
     return tuple((key, getattr(training, key) * of_all.get(key, 1)) for key in _SAMPLES)
 
 
 def compare_requirements(saved: ResumeRequirements, here: ResumeRequirements) -> Compatibility:
-    """Of a checkpoint that `saved` wrote, under `here`."""
+    """Compare a checkpoint written by `saved` with `here`."""
     if saved.config_hash != here.config_hash:
         why = f"its configuration {saved.config_hash[:12]}, there {here.config_hash[:12]}"
         return Compatibility(refused="model", why=why)
@@ -117,29 +132,28 @@ def compare_requirements(saved: ResumeRequirements, here: ResumeRequirements) ->
 
 
 def check_resumable(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
-    """What is different but can go on. Raises Refusal where `checkpoint` is of another model or
+    """Return the changes that do not prevent resuming. Raises Refusal for another model or
     tokenizer."""
     try:
         written = read_plan(checkpoint)
     except (OSError, ValueError) as error:
         raise incomplete_checkpoint(checkpoint, str(error).splitlines()[0]) from None
     saved, here = resume_requirements(written, checkpoint), resume_requirements(plan, folder)
-    answer = compare_requirements(saved, here)
-    if answer.refused:
-        raise _refusal(answer, saved, here, checkpoint.name)
+    comparison = compare_requirements(saved, here)
+    if comparison.refused:
+        raise _refusal(comparison, saved, here, checkpoint.name)
     notes = []
-    if changed := ", ".join(each.words for each in answer.samples):
+    if changed := ", ".join(each.words for each in comparison.samples):
         notes.append(
-            f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: "
-            f"{changed}"
+            f"warning[SW6207]: the order of the samples differs from {checkpoint.name}'s: {changed}"
         )
-    if changed := ", ".join(each.words for each in answer.layout):
+    if changed := ", ".join(each.words for each in comparison.layout):
         notes.append(f"{checkpoint.name} was written under another layout: {changed}")
     return tuple(notes)
 
 
 def same_sharding(plan: Plan, saved: Plan) -> bool:
-    """Whether each rank has the layers and the shards that it had."""
+    """Return whether each rank has the layers and shards that it had."""
     here, there = plan.strategy, saved.strategy
     return plan.boundaries == saved.boundaries and all(
         getattr(here, k) == getattr(there, k) for k in _RANK_SHARDING_KEYS
@@ -149,40 +163,40 @@ def same_sharding(plan: Plan, saved: Plan) -> bool:
 def incomplete_checkpoint(
     path: Path,
     why: str,
-    help: str = "Give one `step-XXXXXXXX` folder, or start again with --resume never.",
+    help: str = "Name a `step-XXXXXXXX` folder, or start again with --resume never.",
 ) -> Refusal:
-    """SW6201, or SW6220 for a checkpoint of another program."""
+    """Build SW6201, or SW6220 for a checkpoint of another program."""
     if not (path / MANIFEST).exists() and (other := foreign_checkpoint_error(path)) is not None:
         return Refusal(other)
-    return refusal("SW6201", f"{str(path)!r} is not a whole checkpoint: {why}", help)
+    return refusal("SW6201", f"{str(path)!r} is not a complete checkpoint: {why}", help)
 
 
 def _refusal(
-    answer: Compatibility, saved: ResumeRequirements, here: ResumeRequirements, name: str
+    comparison: Compatibility, saved: ResumeRequirements, here: ResumeRequirements, name: str
 ) -> Refusal:
-    if answer.refused == "model":
+    if comparison.refused == "model":
         return refusal(
             "SW6203",
-            f"{name} holds another model ({saved.architecture}, config {saved.config_hash[:12]}; "
-            f"this plan has {here.config_hash[:12]})",
+            f"{name} holds a different model ({saved.architecture}, config "
+            f"{saved.config_hash[:12]}; this plan has {here.config_hash[:12]})",
             "Resume from a checkpoint of this model, or start again with --resume never.",
         )
-    if answer.refused == "adapters":
+    if comparison.refused == "adapters":
         help = (
-            "Compile with the `lora` section that it was trained with, or export it and start "
+            "Compile with the checkpoint's `lora` section, or export the checkpoint and start "
             "from there."
         )
-        return refusal("SW6254", f"{name} is of another run: {answer.why}", help)
-    if answer.refused == "frozen":
+        return refusal("SW6254", f"{name} is of a different run: {comparison.why}", help)
+    if comparison.refused == "frozen":
         help = (
-            "Compile with the `model.freeze` that it was trained with, or export it and start "
+            "Compile with the checkpoint's `model.freeze`, or export the checkpoint and start "
             "from its weights."
         )
-        return refusal("SW6255", f"{name} is of another run: {answer.why}", help)
-    help = (
-        "Compile with the tokenizer that it was trained with, or start again with --resume never."
+        return refusal("SW6255", f"{name} is of a different run: {comparison.why}", help)
+    help = "Compile with the checkpoint's tokenizer, or start again with --resume never."
+    return refusal(
+        "SW6204", f"{name} was trained with a different tokenizer: {comparison.why}", help
     )
-    return refusal("SW6204", f"{name} was trained with another tokenizer: {answer.why}", help)
 
 
 def _other_layout(saved: ResumeRequirements, here: ResumeRequirements) -> list[KeyChange]:
@@ -204,7 +218,7 @@ def _other_samples(saved: ResumeRequirements, here: ResumeRequirements) -> list[
 
 
 def _other_data(saved: DataSection, here: DataSection, key: str) -> list[KeyChange]:
-    """Tokenizers are compared by what is in them, not by where they lie."""
+    """Compare data sections; tokenizers are compared by content elsewhere."""
     if len(here.mixture) != len(saved.mixture):
         return [
             KeyChange(
@@ -239,7 +253,7 @@ def _trained_parameters(lora: PlanLora | None) -> str:
 
 
 def _other_tokenizer(saved: TokenizerFiles | None, here: TokenizerFiles | None) -> str:
-    """By what is in their files; by their names where those of one are not here."""
+    """Compare tokenizers by their files, by their names where files are missing."""
     if saved is None or here is None:  # token ids came from elsewhere
         return ""
     unknown = saved.files is None or here.files is None
@@ -253,13 +267,13 @@ def _other_tokenizer(saved: TokenizerFiles | None, here: TokenizerFiles | None) 
 
 
 def _tokenizer(data: DataSection, folder: Path) -> TokenizerFiles | None:
-    """All parts of a mixture have the same one."""
+    """Return the tokenizer's files; all parts of a mixture share it."""
     name = data.tokenizer or next((part.tokenizer for part in data.mixture if part.tokenizer), None)
     if name is None:
         return None
     if name == BYTE_TOKENIZER:
         return TokenizerFiles(name=name, files=())
-    found = sorted(path for path in (folder / name).rglob("*") if path.is_file())
+    paths = sorted(path for path in (folder / name).rglob("*") if path.is_file())
     return TokenizerFiles(
-        name=name, files=tuple((str(p.relative_to(folder / name)), checksum(p)) for p in found)
+        name=name, files=tuple((str(p.relative_to(folder / name)), checksum(p)) for p in paths)
     )

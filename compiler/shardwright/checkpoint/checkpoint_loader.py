@@ -1,4 +1,4 @@
-"""A checkpoint read into a trainer, whatever layout wrote it."""
+"""Load a checkpoint into a trainer, whatever layout wrote it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ from shardwright.layout.parameter_sharding import ParameterSharding
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.plan.plan import Plan, read_plan
 
-# Reads a checkpoint's tensors for any layout: a shard that was cut the same way as it lies there,
-# others from the whole.
+# Reading a checkpoint's tensors for any layout: a shard that was split the same way is read
+# directly, others from the full tensor.
 
 
 ExpertPart = tuple[int, int]
-"""Of the first dimension, cut into equal parts: which one, of how many."""
+"""(index, count) of one of `count` equal parts of the first dimension."""
 ALL_EXPERTS: ExpertPart = (0, 1)
 
 
 class CheckpointReader:
-    """One open checkpoint; files are opened when they are first needed, and mapped, not read."""
+    """Read an open checkpoint; files are opened on first use and memory-mapped."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises Refusal: SW6201."""
+        """Read the manifest. Raises SW6201."""
         self.folder = folder
         try:
             self.manifest = read_manifest(folder)
         except (OSError, ValueError) as error:
             raise self.incomplete_checkpoint(str(error).splitlines()[0]) from None
         self._files: dict[int, Any] = {}
-        # Of the parameter that was asked for last: an engine that holds it in pieces asks once a
-        # piece.
+        # The last resharded parameter: an engine may request it in several pieces.
         self._resharded: tuple[tuple[str, int, ExpertPart], dict[str, torch.Tensor]] = (
             ("", 0, ALL_EXPERTS),
             {},
@@ -63,19 +62,16 @@ class CheckpointReader:
         self._files.clear()
 
     def incomplete_checkpoint(self, why: str) -> Refusal:
-        help = (
-            "Give another `step-XXXXXXXX` folder; with --resume auto `run` takes the newest "
-            "whole one."
-        )
+        help = "Name another `step-XXXXXXXX` folder; --resume auto uses the newest complete one."
         return incomplete_checkpoint(self.folder, why, help)
 
     def saved(self, name: str) -> SavedTensor:
         if name not in self.manifest.tensors:
-            raise self.incomplete_checkpoint(f"it holds no {name}")
+            raise self.incomplete_checkpoint(f"it has no parameter {name}")
         return self.manifest.tensors[name]
 
     def whole(self, name: str, state: str) -> torch.Tensor:
-        """The unsplit parameter in Hugging Face's layout."""
+        """Return the unsplit parameter in Hugging Face's layout."""
         saved = self.saved(name)
         if saved.experts > 1:
             return self._experts(name, state, ALL_EXPERTS)
@@ -98,12 +94,15 @@ class CheckpointReader:
         numel: int,
         experts: ExpertPart = ALL_EXPERTS,
     ) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened shard that `split` gives `tensor_rank`
-        of one part of the experts. 1-D. Of other experts nothing is read."""
+        """Return elements [start, start + numel) of a flattened shard, 1-D.
+
+        split, tensor_rank: the shard.
+        experts: the part of the experts; no other experts are read.
+        """
         saved = self.saved(name)
         if split.shape != saved.split.shape:
             raise self.incomplete_checkpoint(
-                f"{name} has the shape {saved.split.shape} in it, the model's is {split.shape}"
+                f"shape mismatch for {name}: checkpoint {saved.split.shape}, model {split.shape}"
             )
         if split == saved.split and experts[1] == saved.experts:
             shard = tensor_rank // split.copies if split.dimension is not None else 0
@@ -124,7 +123,7 @@ class CheckpointReader:
         return flats[state].narrow(0, start, numel)
 
     def _experts(self, name: str, state: str, part: ExpertPart) -> torch.Tensor:
-        """A part of the experts, unsplit otherwise. They lie one behind the other in each shard."""
+        """Return a part of the experts, unsplit otherwise; experts are contiguous in each shard."""
         saved = self.saved(name)
         split, count = saved.split, saved.split.shape[0]
         first, stop, size = (
@@ -132,7 +131,7 @@ class CheckpointReader:
             (part[0] + 1) * count // part[1],
             count // saved.experts,
         )
-        found = []
+        tensors = []
         for at in range(first // size, -(-stop // size)):
             begin, end = max(first - at * size, 0), min(stop - at * size, size)
             shards = []
@@ -142,8 +141,8 @@ class CheckpointReader:
                 place = at * saved.tensor_shard_count + shard
                 flat = self._range(name, state, place, begin * numel, (end - begin) * numel)
                 shards.append(flat.view(end - begin, *shape))
-            found.append(join(split, shards))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            tensors.append(join(split, shards))
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _range(self, name: str, state: str, shard: int, start: int, numel: int) -> torch.Tensor:
         parts, at, stop = [], start, start + numel
@@ -161,7 +160,7 @@ class CheckpointReader:
                     break
         if at != stop:
             raise self.incomplete_checkpoint(
-                f"{name} ({state}) has no elements {at} to {stop} in it"
+                f"elements {at} to {stop} of {name} ({state}) are missing"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -176,24 +175,24 @@ class CheckpointReader:
 
 
 def join(split: ParameterSharding, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Distinct shards, in order of tensor ranks -> the whole. A replicated parameter is its one
-    copy."""
+    """Merge distinct shards, in order of tensor ranks, into the full tensor; a replicated parameter
+    is its one copy."""
     if split.dimension is None:
         return parts[0].contiguous()
     shape = [
         split.shape[d] if d == split.dimension else size for d, size in enumerate(parts[0].shape)
     ]
-    whole = parts[0].new_empty(shape)
+    merged = parts[0].new_empty(shape)
     for shard, part in enumerate(parts):
         pieces = split.pieces(shard * split.copies)
         held = part.split([length for _, length in pieces], dim=split.dimension)
         for (start, length), values in zip(pieces, held, strict=True):
-            whole.narrow(split.dimension, start, length).copy_(values)
-    return whole
+            merged.narrow(split.dimension, start, length).copy_(values)
+    return merged
 
 
 def cut(split: ParameterSharding, whole: torch.Tensor, tensor_rank: int) -> torch.Tensor:
-    """What `split` gives `tensor_rank` of the whole: the inverse of join."""
+    """Return the shard of the full tensor that `split` gives `tensor_rank`: the inverse of join."""
     if split.dimension is None:
         return whole
     pieces = split.pieces(tensor_rank)
@@ -208,22 +207,25 @@ def parameter_splits(plan: Plan) -> dict[str, ParameterSharding]:
 
 
 def replicated_split(name: str, shape: tuple[int, ...], trainer: Trainer) -> ParameterSharding:
-    """Of a parameter that every tensor rank has whole. shape: as this process holds it."""
+    """Return the sharding of a parameter that every tensor rank holds unsplit.
+
+    shape: in this process.
+    """
     shape = shape[::-1] if name in trainer.transposed else shape
     return ParameterSharding(name=name, shape=shape, dimension=None, blocks=(), sizes=())
 
 
 def read_states(plan: Plan, trainer: Trainer, checkpoint: Path, names: tuple[str, ...]) -> set[str]:
-    """Those of the states that the checkpoint has are read into the trainer's. Returns which they
-    are. Raises Refusal: SW6201."""
+    """Read those states that the checkpoint has into the trainer's; return their names. Raises
+    SW6201."""
     present: set[str] = set()
     splits = parameter_splits(plan)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in trainer.owned():
             saved = reader.saved(f.name).states
-            wanted = tuple(name for name in names if name in f.states and name in saved)
-            _read_fragment(plan, trainer, reader, f, wanted, splits)
-            present.update(wanted)
+            states = tuple(name for name in names if name in f.states and name in saved)
+            _read_fragment(plan, trainer, reader, f, states, splits)
+            present.update(states)
     return present
 
 
@@ -250,8 +252,7 @@ def _read_fragment(
 
 
 def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
-    """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal:
-    SW6201."""
+    """Load a checkpoint of any layout (collective); return its step. Raises SW6201."""
     _fetch_missing(plan, checkpoint)
     rank, splits = dist.get_rank(), parameter_splits(plan)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
@@ -272,20 +273,19 @@ def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
             LookupError,
             TypeError,
             RuntimeError,
-        ) as error:  # a stranger may have written it
+        ) as error:  # the file is untrusted input
             raise reader.incomplete_checkpoint(
                 f"{path.name} holds no random state ({error})"
             ) from None
     else:
-        # The ranks of another layout hold other parts: new streams, none of which was drawn from
-        # before.
+        # Ranks of another layout hold other parts: start new random streams.
         torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)
     return manifest.step
 
 
 def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
-    """Collective. Without a shared file system a host has its own ranks' files alone: one rank of
-    it gets the others from checkpoint.upload_to."""
+    """Download the files of other hosts' ranks from checkpoint.upload_to, where hosts share no file
+    system (collective)."""
     if (
         plan.checkpoint.upload_to
         and plan.ranks[dist.get_rank()].slot == 0
@@ -295,15 +295,18 @@ def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
     dist.barrier()
 
 
-# What is another now than when a checkpoint was written, and can go on all the same. For rank 0,
-# once the data is prepared and its epochs are counted.
+# Changes since a checkpoint was written that do not prevent resuming; for rank 0, once the data is
+# prepared and its epochs are counted.
 
 
 def data_changes(
     checkpoint: Path, rows: tuple[int, ...], data: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The same paths can hold other data by now. rows: training sequences of each part; data:
-    data.path -> digest."""
+    """Return warnings about data that changed under the same paths.
+
+    rows: training sequences of each part.
+    data: data.path -> digest.
+    """
     saved = read_manifest(checkpoint)
     changed = []
     if saved.rows and saved.rows != rows:
@@ -312,21 +315,25 @@ def data_changes(
     if names := [
         repr(name) for name, digest in data.items() if saved.data.get(name, digest) != digest
     ]:
-        changed.append(f"{', '.join(names)} {'holds' if len(names) == 1 else 'hold'} other content")
+        changed.append(f"the content of {', '.join(names)} changed")
     if not changed:
         return ()
     return (
-        f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: "
-        f"{'; '.join(changed)}; some will be seen twice, others not at all",
+        f"warning[SW6207]: the order of the samples differs from {checkpoint.name}'s: "
+        f"{'; '.join(changed)}; some samples will be trained on twice, others never",
     )
 
 
 def schedule_changes(plan: Plan, checkpoint: Path, step: int) -> tuple[str, ...]:
-    """plan: with its epochs counted, as the checkpoint's own is. step: the one that was closed."""
+    """Return warnings about a changed learning rate schedule.
+
+    plan: with epochs counted, like the checkpoint's.
+    step: the checkpoint's step.
+    """
     saved = read_plan(checkpoint)
     was, now = _schedule(saved), _schedule(plan)
     changed = [
-        f"training.{key} {_said(was[key])} -> {_said(now[key])}"
+        f"training.{key} {_format_value(was[key])} -> {_format_value(now[key])}"
         for key in now
         if was[key] != now[key]
     ]
@@ -336,14 +343,13 @@ def schedule_changes(plan: Plan, checkpoint: Path, step: int) -> tuple[str, ...]
         learning_rate(p.optimizer, p.scheduler, p.training.steps, step + 1) for p in (saved, plan)
     )
     return (
-        f"warning[SW6217]: the learning rate follows another curve than before {checkpoint.name} "
-        f"({', '.join(changed)}): it is {after:.4g} at step {step + 1:,}, where it would have been "
-        f"{before:.4g}",
+        f"warning[SW6217]: the learning rate schedule differs from {checkpoint.name}'s "
+        f"({', '.join(changed)}): step {step + 1:,} uses {after:.4g}, not {before:.4g}",
     )
 
 
 def _schedule(plan: Plan) -> dict[str, object]:
-    """By the recipe's keys, below `training`."""
+    """Return the schedule by recipe keys below `training`."""
     steps = {
         "epochs": plan.training.epochs,
         "steps": plan.training.steps,
@@ -354,5 +360,5 @@ def _schedule(plan: Plan) -> dict[str, object]:
     }
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,10 +1,10 @@
-"""What is inside a checkpoint: every parameter's fragments by Hugging Face name, whatever layout
+"""Describe a checkpoint: the fragments of every parameter by Hugging Face name, whatever layout
 wrote them. No torch.
 
-A rank writes the elements that it owns, with their optimizer states, into safetensors files of its
-own. manifest.json says for each parameter how it was cut over tensor ranks and which file holds
-which elements of which shard; SHA256SUMS is what `sha256sum -c` reads. Any layout, and `export`,
-reads any of them through it (decisions/015).
+Each rank writes its owned elements and optimizer states into its own safetensors files.
+manifest.json records how each parameter was split over tensor ranks, and which file holds which
+elements. SHA256SUMS is in the format of `sha256sum -c`. Any layout, and `export`, can read it
+(decisions/015).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from shardwright.utils.json_records import read_record
 MANIFEST_VERSION = 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
 OUTER_ANCHOR = "outer_anchor"
-"""A state of an island's checkpoint: the weights at the last outer step, where those of the
-checkpoint are others."""
+"""State of an island's checkpoint: the weights at the last outer step, where the checkpoint's own
+differ."""
 _HASHING_THREADS = 8
 _MOST_MANIFEST_BYTES, MOST_CHECKSUMS_BYTES = 2**30, 2**26
-"""Ten times what thousands of ranks write."""
+"""Size limits: ten times what thousands of ranks write."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """Elements [start, start + numel) of a flattened shard: those from `at` of the tensor
-    `STATE/NAME` of files[file]. A rank that holds a parameter in pieces has several."""
+    """Elements [start, start + numel) of a flattened shard, stored from `at` in the tensor
+    `STATE/NAME` of files[file]."""
 
     file: int
     start: int
@@ -48,11 +48,15 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """split: how the writer cut it, in Hugging Face's layout. transposed: the shards are stored the
-    other way round (weights.conv1d_to_linear). states: fp32, exp_avg and exp_avg_sq of what the
-    optimizer updates, value of the rest. experts: equal parts of the first dimension, one for each
-    of the writer's expert ranks, each of which `split` cuts. shards: fragments per distinct shard,
-    in order of expert and then of tensor ranks, each in order of start."""
+    """Describe a saved parameter.
+
+    split: how the writer split it, in Hugging Face's layout.
+    transposed: whether shards are stored transposed (conv1d_to_linear).
+    states: fp32, exp_avg and exp_avg_sq of trained parameters, value of others.
+    experts: equal parts of the first dimension, one for each of the writer's expert ranks, each
+        split by `split`.
+    shards: fragments of each distinct shard, by expert rank, then tensor rank, then start.
+    """
 
     split: ParameterSharding
     transposed: bool
@@ -73,13 +77,13 @@ class SavedTensor:
 
     @property
     def tensor_shard_count(self) -> int:
-        """Of each part."""
+        """Return the number of shards of each expert part."""
         return 1 if self.split.dimension is None else len(self.split.sizes) // self.split.copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """name: relative to the checkpoint."""
+    """Name a file, relative to the checkpoint, with its size (bytes)."""
 
     name: str
     size_bytes: int
@@ -87,13 +91,14 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """step: the last one that was trained. optimizer_step: updates that were made (fp16 skips
-    some).
+    """Describe a checkpoint.
 
-    loss_scale: fp16's scaler, attribute -> value; None where the precision has none. rows: training
-    sequences of each part of the data, () where nobody counted them. data: data.path -> digest of
-    what it held (data/dataset.py). finite: whether the loss of its step and every trained
-    weight are finite numbers.
+    step: last trained step.
+    optimizer_step: optimizer updates (fp16 skips some).
+    loss_scale: fp16's scaler, attribute -> value; None for other precisions.
+    rows: training sequences of each part of the data, () where not counted.
+    data: data.path -> digest of its content (data/dataset.py).
+    finite: whether the step's loss and every trained weight are finite.
     """
 
     version: int
@@ -107,7 +112,7 @@ class Manifest:
     data: dict[str, str] = field(default_factory=dict)
 
     def verify(self) -> None:
-        """Raises ValueError where it cannot be read: a stranger may have written it."""
+        """Raise ValueError where it is inconsistent: its file is untrusted input."""
         for file in self.files:
             check_name(file.name)
         for name, tensor in self.tensors.items():
@@ -120,20 +125,20 @@ class Manifest:
                 or len(tensor.shards) != shards
                 or (tensor.transposed and len(split.shape) > 2)
             ):
-                raise ValueError(f"{MANIFEST} does not say how {name} was cut")
+                raise ValueError(f"{MANIFEST} does not say how {name} was split")
             if any(
                 not 0 <= f.file < len(self.files) or min(f.start, f.numel, f.at) < 0
                 for f in fragments
             ):
-                raise ValueError(f"{MANIFEST} does not say where {name} lies")
+                raise ValueError(f"{MANIFEST} does not say where {name} is stored")
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError unless `name` stays in the folder that it is relative to, on every
+    """Raise ValueError unless `name` stays in the folder that it is relative to, on every
     system."""
     parts = name.split("/")
     if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"{name!r} is no name of a file in a checkpoint")
+        raise ValueError(f"{name!r} is not a valid name of a file in a checkpoint")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -143,18 +148,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises OSError, or ValueError where it is none of this version."""
+    """Read the manifest. Raises OSError, or ValueError where it is invalid or of another
+    version."""
     document = parse_json(read_limited(folder / MANIFEST, _MOST_MANIFEST_BYTES))
     version = document.get("version") if isinstance(document, dict) else None
     if version != MANIFEST_VERSION:
-        raise ValueError(f"{MANIFEST} is of version {version}, not {MANIFEST_VERSION}")
+        raise ValueError(f"{MANIFEST} has version {version}, not {MANIFEST_VERSION}")
     manifest = read_record(Manifest, document)
     manifest.verify()
     return manifest
 
 
 def is_finite(folder: Path) -> bool:
-    """Manifest.finite; False where there is none to read."""
+    """Return Manifest.finite, False where there is no readable manifest."""
     try:
         return read_manifest(folder).finite
     except (OSError, ValueError):
@@ -162,7 +168,7 @@ def is_finite(folder: Path) -> bool:
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
-    """Raises OSError, or ValueError where it is larger."""
+    """Read a file. Raises OSError, or ValueError where it is larger than `most_bytes`."""
     try:
         return read_regular_file(path, most_bytes)
     except OSError as error:
@@ -177,35 +183,41 @@ def checksum(path: Path) -> str:
 
 
 def checksums_text(sums: dict[str, str]) -> str:
-    """sums: relative path -> SHA-256 in hexadecimal."""
+    """Format checksums.
+
+    sums: relative path -> SHA-256 (hex).
+    """
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Raises OSError, or ValueError as parse_checksums does."""
+    """Read the checksums. Raises OSError, and ValueError as parse_checksums does."""
     return parse_checksums(read_limited(folder / CHECKSUMS, MOST_CHECKSUMS_BYTES))
 
 
 def parse_checksums(text: bytes) -> dict[str, str]:
-    """Relative path -> SHA-256. Raises ValueError, also for a name that leads out of the folder."""
+    """Return relative path -> SHA-256. Raises ValueError for an invalid line or a name outside the
+    folder."""
     sums: dict[str, str] = {}
     for line in text.decode("utf-8").removesuffix("\n").split("\n"):
         digest, _, name = line.partition("  ")
         if not _SHA256.fullmatch(digest) or name in sums:
-            raise ValueError(f"{CHECKSUMS} has a line that is no checksum")
+            raise ValueError(f"{CHECKSUMS} has an invalid line")
         check_name(name)
         sums[name] = digest
     return sums
 
 
 def damage(folder: Path, *, contents: bool) -> str | None:
-    """Why `folder` is not a whole checkpoint, or None. contents: every byte is read, else sizes
-    alone."""
+    """Return why `folder` is not a complete checkpoint, or None.
+
+    contents: whether to read every byte, or only compare sizes.
+    """
     return next(damages(folder, contents=contents), None)
 
 
 def damages(folder: Path, *, contents: bool) -> Iterator[str]:
-    """Each reason. The bytes are read only where all files are there in their sizes."""
+    """Yield each reason. The bytes are read only where all files exist with their sizes."""
     try:
         manifest, sums = read_manifest(folder), read_checksums(folder)
     except (OSError, ValueError) as error:
@@ -231,19 +243,19 @@ def _wrong_sizes(folder: Path, sums: dict[str, str], sizes: dict[str, int]) -> I
 
 
 def _wrong_contents(folder: Path, sums: dict[str, str]) -> Iterator[str]:
-    """hashlib lets other threads run while it hashes."""
+    """Yield files with other checksums; hashlib releases the GIL while it hashes."""
     with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as pool:
         try:
-            for (name, wanted), found in zip(
+            for (name, expected), digest in zip(
                 sums.items(), pool.map(lambda n: checksum(folder / n), sums), strict=True
             ):
-                if found != wanted:
-                    yield f"{name} is damaged: its bytes are not those that were written (SHA-256)"
+                if digest != expected:
+                    yield f"{name} is damaged: its SHA-256 differs from the one that was written"
         except OSError as error:
             yield f"{error.filename} cannot be read: {error.strerror}"
 
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"there is no {Path(str(error.filename)).name} in it"
+        return f"{Path(str(error.filename)).name} is missing"
     return str(error).splitlines()[0]

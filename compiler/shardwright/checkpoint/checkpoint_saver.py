@@ -1,4 +1,5 @@
-"""Checkpoints: each rank's own fragments, published by one rename; `step-%08d` folders only."""
+"""Save checkpoints: each rank writes its own fragments, and one rename publishes the `step-%08d`
+folder."""
 
 from __future__ import annotations
 
@@ -59,51 +60,46 @@ from shardwright.engines.trainer_protocol import OwnedShard, Trainer
 from shardwright.plan.plan import Plan, plan_to_json
 from shardwright.utils.file_io import umask
 
-# Whether the masters that a checkpoint is made of are the weights that the model computes with,
-# and numbers.
-#
-# DeepSpeed tells where a parameter's master lies. Where it lies elsewhere (an option that
-# rearranges
-# masters without telling), a checkpoint would hold the right values under wrong names, and only a
-# run
-# on another layout would notice.
+# Checks that the fp32 masters equal the model's weights and are finite. An option that rearranges
+# masters would put right values under wrong names, which only a run on another layout would notice.
 
 
 CHUNK_ELEMENTS = 2**24
-"""Compared at a time: what is made for it stays small beside the weights."""
+"""Elements compared at a time, which bounds temporary memory."""
 
 
 def check_master_weights(fragments: Iterable[OwnedShard]) -> bool:
-    """Collective. Every master, cast, is the live weight, on every rank, or Refusal on all: SW6210.
-    Whether all are finite numbers. fragments: all of this rank; nothing is gathered."""
-    looked = [(f, *_compare_bits(f)) for f in fragments if "fp32" in f.states]
-    # Read back at the end: until then a GPU is not waited for.
-    suspects = [f for f, other_bits, _ in looked if bool(other_bits)]
+    """Raise SW6210 on all ranks unless every master, cast, equals its live weight (collective).
+
+    Returns whether all weights are finite. fragments: all of this rank; nothing is gathered.
+    """
+    compared = [(f, *_compare_bits(f)) for f in fragments if "fp32" in f.states]
+    # Reading the results synchronizes with the GPU, so it comes last.
+    suspects = [f for f, other_bits, _ in compared if bool(other_bits)]
     other = next(
         ((f.name, count, f.live.numel()) for f in suspects if (count := _count_differing(f))), None
     )
-    finite = all(bool(finite) for *_, finite in looked)
+    finite = all(bool(finite) for *_, finite in compared)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (other, finite))
-    for rank, (found, _) in enumerate(everyone):
-        if found is not None:
-            name, count, of = found
+    for rank, (difference, _) in enumerate(everyone):
+        if difference is not None:
+            name, count, of = difference
             raise refusal(
                 "SW6210",
-                f"rank {rank} would save other weights than it trains: of {name}, {count:,} of "
-                f"{of:,} elements of the optimizer's fp32 master are not those of the live "
-                "parameter",
-                "Nothing was written; earlier checkpoints are as they were. A key of `extra` that "
-                "rearranges the optimizer does this: take `extra` out of the recipe and compile "
-                "again. Without one it is a defect: report it with plan.json.",
+                f"rank {rank}: the fp32 master copy of {name} differs from the model's weights in "
+                f"{count:,} of {of:,} elements, so this checkpoint would be wrong",
+                "Nothing was written; earlier checkpoints are unchanged. Remove `extra` from the "
+                "recipe and compile again: one of its keys may rearrange the optimizer. Without "
+                "`extra` this is a defect: report it with plan.json.",
             )
     return all(finite for _, finite in everyone)
 
 
 @torch.no_grad()
 def _compare_bits(f: OwnedShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether any live weight has other bits, whether all are finite), in one pass and without
-    waiting."""
+    """Return (whether any live weight has other bits, whether all are finite) in one pass, without
+    synchronizing."""
     other = torch.zeros((), dtype=torch.bool, device=f.live.device)
     finite = torch.ones_like(other)
     for cast, live in _pieces(f):
@@ -116,14 +112,14 @@ def _compare_bits(f: OwnedShard) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def _count_differing(f: OwnedShard) -> int:
-    """Elements of which the live weight is another number: NaN has many forms, and zero has two."""
+    """Count elements with different values: NaN has many bit patterns, and zero has two."""
     return sum(
         int(((cast != live) & ~(cast.isnan() & live.isnan())).sum()) for cast, live in _pieces(f)
     )
 
 
 def _pieces(f: OwnedShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of the master, cast, and of the live weight."""
+    """Yield chunks of the master, cast, and of the live weight."""
     for master, live in zip(
         f.states["fp32"].split(CHUNK_ELEMENTS), f.live.split(CHUNK_ELEMENTS), strict=True
     ):
@@ -135,16 +131,15 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 FILE_BYTES = 2 * 2**30
-"""A rank's file grows to about this: what is on the device is copied to the host a file at a
-time."""
+"""Size of a rank's file: device tensors are copied to the host one file at a time."""
 _RANK_FILE = re.compile(r"(rank|random)-\d.*")
 
 WrittenFiles = list[tuple[str, int, str]]
-"""(name, bytes, SHA-256) of each."""
+"""(name, bytes, SHA-256) of each"""
 
 WrittenFragment = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int, int]
-"""(shard, name, shard shape, states, number of the rank's file, start, elements, place in the
-file's tensor)."""
+"""(shard, name, shard shape, states, number of the rank's file, start, elements, offset in the
+file's tensor)"""
 
 
 def save_checkpoint(
@@ -156,20 +151,22 @@ def save_checkpoint(
     last: bool = True,
     origin: SaveMetadata = UNKNOWN_METADATA,
 ) -> list[int]:
-    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then
-    each rank copies its files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what
-    wrote it. Returns the bytes of the ranks' files by node.
+    """Save a checkpoint (collective); return the bytes of the ranks' files by node.
 
-    Raises Refusal on every rank where one cannot write: SW6205; where one would write other weights
-    than it trains: SW6210. Published checkpoints are as they were. A copy that fails ends the run
-    after the last step only (SW6208); before it, a warning says so and nothing is pruned.
+    Everything goes to a dot folder and to the disk; global rank 0 renames it. Then each rank
+    uploads its files to checkpoint.upload_to, and rank 0 prunes to `keep`.
+    last: whether this is the last step.
+    origin: the writing run.
+    Raises, on every rank, SW6205 (a rank cannot write), SW6210 (wrong masters); published
+    checkpoints stay unchanged. A failed upload ends the run only after the last step (SW6208);
+    before it, a warning is printed and nothing is pruned.
     """
     root = checkpoint_root(plan, folder)
     name, rank = step_name(step), dist.get_rank()
     partial = root / f".{name}.partial"
     finite = check_master_weights(trainer.owned())
     origin = replace(origin, finite=origin.finite and finite)
-    # Twice, for hosts that do not see rank 0's file system.
+    # A second time on hosts that do not share rank 0's file system.
     leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
     _run_on_every_rank(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
     _run_on_every_rank(
@@ -234,7 +231,8 @@ def _prune(
     step: int,
     leads: tuple[bool, bool],
 ) -> None:
-    """Of what this line's run wrote, here and there; and what attempts moved aside."""
+    """Delete superseded checkpoints of this run, locally and remotely, and old moved-aside
+    folders."""
     for mine in leads:
         own = (
             [path for _, path in published_steps(root) if run_history_of(path).run == line.run]
@@ -244,7 +242,7 @@ def _prune(
         for old in superseded_checkpoints(
             [path.name for path in own], keep, lambda name: is_finite(root / name)
         ):
-            with contextlib.suppress(OSError):  # it stays, and goes next time
+            with contextlib.suppress(OSError):  # the next save tries again
                 remove_step(root / old)
         if mine:
             prune_moved_aside(root, step)
@@ -259,8 +257,8 @@ def _prune(
 def _upload(
     store: CheckpointStore, step: Path, mine: list[str], line: RunHistory
 ) -> Refusal | None:
-    """Collective. Each rank its own files; rank 0 the others when those are there, and the
-    checksums last."""
+    """Upload each rank's own files (collective); rank 0 uploads the others next, and the checksums
+    last."""
     rank = dist.get_rank()
 
     def rest() -> None:
@@ -289,9 +287,10 @@ def _upload(
 
 
 def prepare_checkpoint_folder(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
-    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose
-    it. On every host later checkpoints move aside, and what a killed attempt left unfinished goes.
-    Raises Refusal: SW6209."""
+    """Test that checkpoints can be written, before the first step (collective). Raises SW6209.
+
+    On every host, later checkpoints are moved aside, and unfinished ones are deleted.
+    """
     root, rank = checkpoint_root(plan, folder), dist.get_rank()
     probe = root / ".step-00000000.probe"
 
@@ -308,8 +307,7 @@ def prepare_checkpoint_folder(plan: Plan, folder: Path, attempt: int, resumed_st
 
 
 def _run_on_every_rank(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
-    """Runs `work` on every rank and tells each what all returned; where one failed, all raise
-    Refusal: `code`."""
+    """Run `work` on every rank and return all results; where one fails, all ranks raise `code`."""
     try:
         mine: tuple[Any, str | None] = (work(), None)
     except (OSError, SafetensorError) as error:
@@ -324,13 +322,13 @@ def _run_on_every_rank(work: Any, partial: Path, code: str = "SW6205") -> list[A
     raise refusal(
         code,
         f"rank {failed[0][0]} cannot write {what} in {str(partial.parent)!r}: {failed[0][1]}",
-        "Make room or give permission there, then `run` again: it continues from the newest "
-        "checkpoint, which is unharmed. checkpoint.keep limits how many stay.",
+        "Free space or make the folder writable, then `run` again: it resumes from the newest "
+        "checkpoint, which is unharmed. checkpoint.keep limits the number of checkpoints.",
     )
 
 
 def _all_gather(mine: Any) -> list[Any]:
-    """Of every rank, in order."""
+    """Gather an object from every rank, in order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -339,7 +337,7 @@ def _all_gather(mine: Any) -> list[Any]:
 def _write_rank(
     plan: Plan, trainer: Trainer, partial: Path, rank: int
 ) -> tuple[list[WrittenFragment], WrittenFiles]:
-    """This rank's files. Returns what is in them, and which they are."""
+    """Write this rank's files; return their fragments and the files."""
     mine = fragments_to_write(plan, trainer, rank)
     rooms = itertools.accumulate(
         sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine
@@ -358,8 +356,8 @@ def _write_rank(
             for state, values in f.states.items():
                 parts.setdefault(f"{state}/{f.name}", []).append(values.detach().cpu())
         tensors = {
-            key: found[0].clone() if len(found) == 1 else torch.cat(found)
-            for key, found in parts.items()
+            key: chunks[0].clone() if len(chunks) == 1 else torch.cat(chunks)
+            for key, chunks in parts.items()
         }
         path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_safetensors(tensors, path)
@@ -371,14 +369,14 @@ def _write_rank(
 
 
 def save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """safetensors makes its files for the owner alone; here they get what any new file gets."""
+    """Save tensors with the permissions of any new file; safetensors restricts its files to the
+    owner."""
     save_file(tensors, path, {"format": "pt"})
     path.chmod(0o666 & ~umask())
 
 
 def fragments_to_write(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, OwnedShard]]:
-    """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes
-    its own."""
+    """Return (shard, fragment) for what this rank writes: only one rank writes each replica."""
     at = plan.ranks[rank]
     splits = parameter_splits(plan)
     mine = []
@@ -397,7 +395,7 @@ def fragments_to_write(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[in
 
 
 def _flushed(path: Path, partial: Path) -> tuple[str, int, str]:
-    """Written through to the disk; (name, bytes, SHA-256)."""
+    """Flush a file to disk; return (name, bytes, SHA-256)."""
     _flush(path)
     return str(path.relative_to(partial)), path.stat().st_size, checksum(path)
 
@@ -419,8 +417,7 @@ def _finish(
     rank_files: list[Any],
     origin: SaveMetadata,
 ) -> None:
-    """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it;
-    checksums of all."""
+    """Write the manifest, the folder's model, tokenizer and plan, and the checksums."""
     for part in ("model", "tokenizer"):
         if (folder / part).is_dir():
             shutil.copytree(folder / part, partial / part)
@@ -466,8 +463,8 @@ def _manifest(
                 shards=(),
                 experts=plan.expert_shard_count(name),
             )
-            found = shards.setdefault(name, {}).setdefault(shard, [])
-            found.append(Fragment(file=first + number, start=start, numel=numel, at=at))
+            fragments = shards.setdefault(name, {}).setdefault(shard, [])
+            fragments.append(Fragment(file=first + number, start=start, numel=numel, at=at))
     for name, by_shard in shards.items():
         in_order = tuple(
             tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard)

@@ -1,7 +1,7 @@
-"""Folders of checkpoints: what they are called, and which others lie beside them. No torch here.
+"""Manage checkpoint folders, and their copies in remote storage. No torch.
 
-`step-%08d` is a whole one, published by one rename; everything else under the root starts with a
-dot.
+`step-%08d` is a complete checkpoint, published by one rename; everything else under the root starts
+with a dot.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a published folder's name, None for another name."""
+    """Return the step of a published folder's name, None for another name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Of a published folder's name; 0 for another."""
+    """Return the step of a published folder, 0 for another."""
     return parse_step(checkpoint.name) or 0
 
 
 def published_steps(root: Path) -> list[tuple[int, Path]]:
-    """Step folders under `root`, oldest first: a rename publishes one, so that only later damage
-    makes one bad."""
+    """Return the step folders under `root`, oldest first; only later damage makes a published one
+    incomplete."""
     if not root.is_dir():
         return []
     named = ((parse_step(path.name), path) for path in root.iterdir())
@@ -68,18 +68,20 @@ def published_steps(root: Path) -> list[tuple[int, Path]]:
 def superseded_checkpoints(
     names: Sequence[str], keep: int, is_finite: Callable[[str], bool]
 ) -> list[str]:
-    """Of checkpoints, oldest first, those that `keep` leaves no room for: never the newest with a
-    finite loss."""
-    kept, older = names[-keep:], names[:-keep]
-    if any(is_finite(name) for name in reversed(kept)):
+    """Return the checkpoints beyond the last `keep`, oldest first, except the newest with a finite
+    loss.
+
+    names: oldest first.
+    """
+    newest, older = names[-keep:], names[:-keep]
+    if any(is_finite(name) for name in reversed(newest)):
         return list(older)
     spared = next((name for name in reversed(older) if is_finite(name)), None)
     return [name for name in older if name != spared]
 
 
 def publish(partial: Path, root: Path, step: int) -> None:
-    """By one rename. What has the name already, whoever put it there, is moved aside and not
-    lost."""
+    """Publish a checkpoint by one rename; an existing folder of that name is moved aside."""
     target = root / step_name(step)
     if target.exists():
         _move_aside(root, [target], 0)
@@ -87,16 +89,14 @@ def publish(partial: Path, root: Path, step: int) -> None:
 
 
 def rejected_faster_layouts(root: Path, attempt: int, newer_than: int) -> None:
-    """An attempt that goes on from an earlier step (or from none) keeps the later checkpoints out
-    of its way, and loses none: they move to a dot folder."""
+    """Move checkpoints newer than the resumed step to a dot folder, so that none is lost."""
     later = [path for step, path in published_steps(root) if step > newer_than]
     if later:
         _move_aside(root, later, attempt)
 
 
 def _move_aside(root: Path, steps: list[Path], attempt: int) -> None:
-    """attempt: its number is taken, where no folder has it or a later one (run/ may have been
-    deleted)."""
+    """Move steps to a new dot folder, numbered `attempt` or higher (run/ may have been deleted)."""
     number = max([attempt, *(1 + taken for taken, _ in _moved_aside_folders(root))])
     aside = root / f".before-attempt-{number}"
     aside.mkdir(parents=True)
@@ -105,40 +105,37 @@ def _move_aside(root: Path, steps: list[Path], attempt: int) -> None:
 
 
 def _moved_aside_folders(root: Path) -> list[tuple[int, Path]]:
-    """Oldest first."""
+    """Return (attempt, folder), oldest first."""
     matches = ((_ASIDE.fullmatch(path.name), path) for path in root.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def prune_moved_aside(root: Path, step: int) -> None:
-    """After the checkpoint of `step`: the newest folder that was moved aside stays, others go once
-    the run has come past all their steps."""
+    """Delete moved-aside folders, except the newest, once the run has passed all their steps."""
     for _, aside in _moved_aside_folders(root)[:-1]:
         if all(other <= step for other, _ in published_steps(aside)):
             shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_step(path: Path) -> None:
-    """A half-deleted checkpoint must not look like one."""
+    """Delete a checkpoint; rename it first, as a half-deleted one must not look complete."""
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
-    with contextlib.suppress(
-        FileNotFoundError
-    ):  # another host that shares the file system was first
+    # Another host that shares the file system may have been first.
+    with contextlib.suppress(FileNotFoundError):
         os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def clear_unfinished(root: Path) -> None:
-    """What a killed attempt was writing, fetching or removing."""
+    """Delete what a killed attempt was writing, downloading or deleting."""
     for path in root.iterdir() if root.is_dir() else ():
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
-# Copies of checkpoints at `checkpoint.upload_to`, any URL that fsspec opens. No torch here.
-#
-# A copy is whole once its SHA256SUMS is there: it is put last.
+# Copies of checkpoints at `checkpoint.upload_to`, any URL that fsspec opens. SHA256SUMS is uploaded
+# last and marks a complete copy.
 
 
 _CURRENT = ".run.json"
@@ -147,7 +144,7 @@ _MOST_LINE_BYTES = 2**20
 
 
 class CheckpointStore:
-    """Every method raises Refusal, SW6208, where the store does not do as asked."""
+    """Access the remote copies. Every method raises SW6208 where the storage fails."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -159,16 +156,16 @@ class CheckpointStore:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Stores raise what they like: each has errors of its own."""
+        """Turn any exception into SW6208: each storage raises its own types."""
         try:
             yield
         except Refusal:
             raise
         except Exception as error:
-            help_text = "Credentials come from the environment, as the store's own tools take them."
+            help_text = "Set the credentials in the environment, as for the storage's own tools."
             if isinstance(error, ImportError):
                 help_text = (
-                    f"Its fsspec package is missing: {error}. Install it on every host with pip."
+                    f"Install the storage's fsspec package on every host with pip ({error})."
                 )
             first = (str(error).splitlines() or [""])[0]
             raise refusal(
@@ -181,15 +178,15 @@ class CheckpointStore:
             ) from None
 
     def check(self) -> None:
-        """Before the first step: whether anything can be written there."""
+        """Write and delete a probe file, before the first step."""
         with self._explained("written"):
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(f"{self._root}/.probe", b"shardwright")
             self._fs.rm_file(f"{self._root}/.probe")
 
     def invalidate_copy(self, name: str, line: RunHistory) -> None:
-        """Before a copy of this line is put: what another run left under the name moves to
-        `.before-RUN`, an older copy of our own does not count as whole while it is overwritten."""
+        """Prepare for uploading a copy: move another run's copy of this name to `.before-RUN`, mark
+        an own one incomplete."""
         with self._explained("written"):
             there = f"{self._root}/{name}"
             self._fs.invalidate_cache()
@@ -206,7 +203,7 @@ class CheckpointStore:
                 self._fs.rm_file(f"{there}/{CHECKSUMS}")
 
     def put(self, step: Path, names: Iterable[str]) -> None:
-        """Files of a published checkpoint; each is read back."""
+        """Upload files of a published checkpoint, and read each back."""
         sums = read_checksums(step)
         with self._explained("written"):
             for name in names:
@@ -214,10 +211,10 @@ class CheckpointStore:
                 self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
                 self._fs.put_file(str(step / name), there)
                 if name in sums and self._checksum(there) != sums[name]:
-                    raise OSError(f"{step.name}/{name} is not there as it was sent")
+                    raise OSError(f"{step.name}/{name} differs from what was uploaded")
 
     def copy_missing(self, step: Path) -> bool:
-        """A whole checkpoint that has no whole copy yet is copied; whether that was so."""
+        """Upload a complete checkpoint without a complete copy; return whether it was uploaded."""
         line = run_history_of(step)
         if step.name in self.steps() and self.run_history_of(step.name) == line:
             return False
@@ -229,20 +226,20 @@ class CheckpointStore:
         return True
 
     def _checksum(self, path: str) -> str:
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         with self._fs.open(path, "rb", block_size=_CHUNK_BYTES) as file:
             while chunk := file.read(_CHUNK_BYTES):
-                found.update(chunk)
-        return found.hexdigest()
+                digest.update(chunk)
+        return digest.hexdigest()
 
     def steps(self) -> list[str]:
-        """Names of the whole copies, oldest first."""
+        """Return the names of complete copies, oldest first."""
         return [
             name for name in self._names() if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}")
         ]
 
     def _names(self) -> list[str]:
-        """Whole copies and others."""
+        """Return the names of all copies, complete or not."""
         with self._explained("read"):
             self._fs.invalidate_cache()
             if not self._fs.exists(self._root):
@@ -257,11 +254,11 @@ class CheckpointStore:
             ]
 
     def run_history_of(self, name: str) -> RunHistory:
-        """Of a copy."""
+        """Return the run history of a copy."""
         return self._line(f"{name}/{RUN_FILE}") or UNKNOWN_RUN
 
     def current(self) -> RunHistory | None:
-        """The line that was copied here last."""
+        """Return the run history that uploaded last."""
         line = self._line(_CURRENT)
         return line if line is not None and line.run else None
 
@@ -278,19 +275,18 @@ class CheckpointStore:
             )
 
     def prune(self, line: RunHistory, keep: int) -> None:
-        """Whole copies that this line's run made and `surplus` names, and what it left unfinished
-        before the newest."""
-        whole = set(self.steps())
+        """Delete this run's superseded copies, and its incomplete ones before the newest."""
+        complete = set(self.steps())
         own = [name for name in self._names() if self.run_history_of(name).run == line.run]
-        ours = [name for name in own if name in whole]
+        ours = [name for name in own if name in complete]
         gone = superseded_checkpoints(ours, keep, self.is_finite)
-        kept = [name for name in ours if name not in gone]
-        for name in own[: own.index(kept[-1])] if kept else ():
-            if name not in kept:
+        remaining = [name for name in ours if name not in gone]
+        for name in own[: own.index(remaining[-1])] if remaining else ():
+            if name not in remaining:
                 self.remove(name)
 
     def is_finite(self, name: str) -> bool:
-        """As its manifest says."""
+        """Return the manifest's `finite`."""
         with self._explained("read"):
             manifest = parse_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
             return isinstance(manifest, dict) and manifest.get("finite") is not False
@@ -300,14 +296,14 @@ class CheckpointStore:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        """What says that it is whole goes first."""
+        """Delete a copy, its checksums first, as these mark it complete."""
         if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}"):
             self._fs.rm_file(f"{self._root}/{name}/{CHECKSUMS}")
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def fetch(self, name: str, root: Path) -> Path:
-        """A copy as a folder under `root`; of one that is there in part or damaged, what is missing
-        or wrong."""
+        """Download a copy to a folder under `root`; of a partial or damaged folder, only missing or
+        wrong files."""
         step = root / name
         target = step if step.exists() else root / f".{name}.fetched"
         with self._explained("read"):
@@ -317,7 +313,9 @@ class CheckpointStore:
             text = self._fs.cat_file(
                 f"{self._root}/{name}/{CHECKSUMS}", start=0, end=MOST_CHECKSUMS_BYTES
             )
-            for file, digest in parse_checksums(text).items():  # their names stay in the folder
+            for file, digest in parse_checksums(
+                text
+            ).items():  # parse_checksums refuses names outside the folder
                 if not (target / file).exists() or checksum(target / file) != digest:
                     self._get(name, file, target)
             self._get(name, CHECKSUMS, target)
@@ -328,7 +326,7 @@ class CheckpointStore:
     def _get(self, step: str, name: str, folder: Path) -> None:
         to = folder / name
         if not to.parent.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{to.parent} is a link that leads out of the checkpoint")
+            raise ValueError(f"{to.parent} is a link out of the checkpoint")
         to.parent.mkdir(parents=True, exist_ok=True)
         temporary = to.with_name(f".{to.name}.fetched")
         temporary.unlink(missing_ok=True)  # a link would be followed

@@ -1,7 +1,7 @@
-"""A checkpoint of any layout -> a Hugging Face folder that from_pretrained loads. No process group,
-no GPU, no DIR.
+"""Export a checkpoint of any layout to a Hugging Face folder that from_pretrained loads; no process
+group or GPU.
 
-Streams: the tensors of one decoder layer, and one output shard, are in memory at a time.
+One decoder layer and one output shard are in memory at a time.
 """
 
 from __future__ import annotations
@@ -47,18 +47,16 @@ from shardwright.plan.plan import Plan, read_plan
 from shardwright.recipe.recipe_types import TOKENIZED_KINDS, DataSection
 from shardwright.utils.file_io import parse_json, read_regular_file, umask
 
-# The model in a checkpoint: verified, trusted, and read parameter by parameter. What `export` and
-# `generate` share.
+# Verified access to the model in a checkpoint, shared by `export` and `generate`.
 
 
 GENERATION_CONFIG = "generation_config.json"
 
 
 def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
-    """Every byte that is read of it is what the run wrote, and code that came with the model is
-    trusted by its fingerprint.
+    """Verify every byte of a checkpoint, and trust its own code by its fingerprint.
 
-    Raises Refusal: SW6201 with each file that is not, SW2014.
+    Raises SW6201 (one for each damaged file) and SW2014.
     """
     wrong = list(damages(checkpoint, contents=True))
     if not wrong:
@@ -72,7 +70,7 @@ def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
                 for name in _files_without_checksum(checkpoint, plan)
             ]
     if wrong:
-        help = "Give one `step-XXXXXXXX` folder under the compiled folder's checkpoint directory."
+        help = "Name a `step-XXXXXXXX` folder in the compiled folder's checkpoint directory."
         raise Refusal(
             *(d for why in wrong for d in incomplete_checkpoint(checkpoint, why, help).diagnostics)
         )
@@ -80,32 +78,32 @@ def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
     return plan
 
 
-def require_trust(code: RemoteCode | None, folder: Path, given: str | None) -> None:
-    """The folder itself cannot say that it is trusted: whoever wrote the code wrote the rest of it
-    too.
+def require_trust(code: RemoteCode | None, folder: Path, fingerprint: str | None) -> None:
+    """Raise SW2014 unless the user has trusted the code; the folder cannot vouch for its own code.
 
-    folder: that of the files. given: --trust-code. Raises Refusal: SW2014.
+    folder: holds the files.
+    fingerprint: --trust-code.
     """
-    if code is None or given == code.fingerprint:
+    if code is None or fingerprint == code.fingerprint:
         return
-    # names are theirs too
+    # file names are untrusted too
     look = f"cd {shlex.quote(str(folder))} && less {shlex.join(name for name, _ in code.files)}"
     message = (
-        f"the model in {str(folder)!r} runs on Python code that came with it"
-        if given is None
+        f"the model in {str(folder)!r} needs Python code from that folder"
+        if fingerprint is None
         else f"--trust-code is not the fingerprint of the Python code in {str(folder)!r}"
     )
     raise refusal(
         "SW2014",
         message,
         f"Nothing was run. Read the files first: `{look}`.\n"
-        "If you trust them, name them by the SHA-256 over their names and contents:\n"
+        "If you trust them, pass the SHA-256 of their names and contents:\n"
         f"--trust-code {code.fingerprint}",
     )
 
 
 def merged_parameter(plan: Plan, reader: CheckpointReader, name: str) -> torch.Tensor:
-    """The parameter, with its adapter where it has one."""
+    """Return a parameter with its adapter merged, where it has one."""
     saved = reader.saved(name)
     tensor = reader.whole(name, saved.states[0])
     a, b = adapter_names(name.removesuffix(".weight"))
@@ -125,19 +123,19 @@ def is_byte_level(plan: Plan) -> bool:
 
 
 def tokenizer_files(checkpoint: Path) -> list[Path]:
-    """The model's own, then the data's: of the same name the last one counts."""
+    """Return the model's tokenizer files, then the data's; of equal names the last one counts."""
     folders = (checkpoint / "model", checkpoint / "tokenizer")
-    found = [
+    paths = [
         path
         for folder in folders
         for pattern in TOKENIZER_PATTERNS
         for path in sorted(folder.glob(pattern))
     ]
-    return [path for path in found if path.is_file() and path.suffix != ".py"]
+    return [path for path in paths if path.is_file() and path.suffix != ".py"]
 
 
 def _files_without_checksum(checkpoint: Path, plan: Plan) -> list[str]:
-    """What is read beside the manifest's own files, and has no checksum."""
+    """Return the files that are read beside the manifest's own, and have no checksum."""
     code = () if plan.model.remote_code is None else plan.model.remote_code.files
     beside = [
         checkpoint / plan.model.config_file,
@@ -153,8 +151,7 @@ def _files_without_checksum(checkpoint: Path, plan: Plan) -> list[str]:
     ]
 
 
-# generation_config.json of a trained model: the model's own settings, with the end tokens that the
-# run trained.
+# generation_config.json of a trained model: the model's own settings with the trained end tokens.
 
 
 _MOST_BYTES = 2**20
@@ -162,9 +159,11 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def trained_end_ids(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
-    """Ids that the training data writes where a text ends: the tokenizer's eos_token behind
-    documents, the chat template's end of turn behind answers. () where the data are token ids
-    already. Raises Refusal (SW6121)."""
+    """Return the ids that end a text in the training data; () where the data is token ids.
+
+    These are the tokenizer's eos_token after documents, and the chat template's end of turn. Raises
+    SW6121.
+    """
     ends: dict[int, None] = {}
     for part, tokenizer in _tokenized(plan, checkpoint):
         template = part.template or tokenizer.template
@@ -178,10 +177,10 @@ def trained_end_ids(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
 def special_ids(
     plan: Plan, checkpoint: Path, own: dict[str, Any]
 ) -> dict[str, int | list[int] | None]:
-    """bos_token_id, eos_token_id and pad_token_id. own: what the model came with.
+    """Return bos_token_id, eos_token_id and pad_token_id. Raises SW6121.
 
-    Pretrained weights keep their own ids and ends, behind the trained ends. Random weights know the
-    tokenizer's ids alone: those of the model type mean nothing. Raises Refusal (SW6121).
+    own: the model's original settings. Pretrained weights keep their own ids, after the trained
+        ends. Random weights only know the tokenizer's.
     """
     ids = {key: own.get(key) for key in _IDS}
     tokenizer = next((tokenizer for _, tokenizer in _tokenized(plan, checkpoint)), None)
@@ -197,7 +196,7 @@ def special_ids(
 
 
 def end_ids(ids: Any) -> list[int]:
-    """eos_token_id as a list, whichever of its three forms it has."""
+    """Return eos_token_id as a list, whichever of its three forms it has."""
     return [
         id for id in (ids if isinstance(ids, list | tuple | set) else [ids]) if isinstance(id, int)
     ]
@@ -206,13 +205,11 @@ def end_ids(ids: Any) -> list[int]:
 def write_generation_config(
     plan: Plan, model: PreTrainedModel, checkpoint: Path, folder: Path
 ) -> None:
-    """Of the file that came with the model everything else is kept: sampling settings, suppressed
-    tokens."""
+    """Write the model's original file with the trained end ids; other settings are kept."""
     own = _model_generation_config(checkpoint)
     if own is None:
-        if isinstance(
-            getattr(model, "generation_config", None), GenerationConfig
-        ):  # a contrastive model has none
+        # A contrastive model has none.
+        if isinstance(getattr(model, "generation_config", None), GenerationConfig):
             set_special_ids(plan, model.generation_config, checkpoint)
             model.generation_config.save_pretrained(folder)
         return
@@ -224,7 +221,7 @@ def write_generation_config(
 
 
 def own_generation_config(plan: Plan, model: PreTrainedModel, checkpoint: Path) -> GenerationConfig:
-    """What `generate` goes by: the same ids as an export has."""
+    """Return the configuration that `generate` uses, with the ids of an export."""
     own = _model_generation_config(checkpoint)
     config = model.generation_config if own is None else GenerationConfig.from_dict(own)
     set_special_ids(plan, config, checkpoint)
@@ -232,9 +229,8 @@ def own_generation_config(plan: Plan, model: PreTrainedModel, checkpoint: Path) 
 
 
 def set_special_ids(plan: Plan, config: GenerationConfig, checkpoint: Path) -> None:
-    own = (
-        {} if is_byte_level(plan) else {key: getattr(config, key, None) for key in _IDS}
-    )  # an id is a byte there
+    # With the byte tokenizer every id is a byte.
+    own = {} if is_byte_level(plan) else {key: getattr(config, key, None) for key in _IDS}
     for key, ids in special_ids(plan, checkpoint, own).items():
         setattr(config, key, ids)
 
@@ -271,19 +267,20 @@ def export_checkpoint(
     merge: bool = False,
     trust_code: str | None = None,
 ) -> bool:
-    """Writes model weights, configs, tokenizer and chat template; of a LoRA run peft's adapter
-    folder, with `merge` the whole model. precision: of the weights, the training's where None.
-    trust_code: the fingerprint of the checkpoint's own code. Returns whether adapters alone were
-    written.
+    """Write model weights, configs, tokenizer and chat template; of a LoRA run only peft's adapter
+    folder, unless `merge`.
 
-    Raises Refusal: SW2014, SW6201, SW6251, SW6253, SW6258, SW6401; leaves no half-written folder.
+    precision: of the weights, None for the training's.
+    trust_code: fingerprint of the checkpoint's own code.
+    Returns whether only adapters were written. Raises SW2014, SW6201, SW6251, SW6253, SW6258,
+    SW6401; leaves no partial folder.
     """
     plan = open_checkpoint(checkpoint, trust_code)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise refusal(
             "SW6401",
             f"{str(output)!r} exists and is not an empty folder",
-            "Give a folder that does not exist yet.",
+            "Name a folder that does not exist yet.",
         )
     with torch.device("meta"):
         config = load_config(plan, checkpoint)
@@ -294,10 +291,10 @@ def export_checkpoint(
         raise refusal(
             "SW6253",
             (
-                f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in "
-                "no other place"
+                f"{str(checkpoint)!r} holds adapters of a model with random weights, which exists "
+                "nowhere else"
             ),
-            "Add --merge: the whole model is written, adapters merged into it.",
+            "Add --merge to write the complete model with merged adapters.",
         )
     if adapters_only and plan.lora is not None and peft_rewrites_targets(plan.lora, model):
         raise refusal(
@@ -305,7 +302,7 @@ def export_checkpoint(
             "peft would load these adapters into the routed experts of this "
             f"{plan.model.model_type!r}, not into the"
             " modules that were trained",
-            "Add --merge: the whole model is written, adapters merged into it.",
+            "Add --merge to write the complete model with merged adapters.",
         )
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -325,7 +322,7 @@ def export_checkpoint(
         if is_byte_level(plan):
             write_byte_tokenizer(temporary)
         template = next((part.template for part in all_data_sections(plan) if part.template), None)
-        if template is not None:  # what the rows were written by, whatever the tokenizer's own is
+        if template is not None:  # the training's template, not the tokenizer's
             (temporary / "chat_template.jinja").write_text(template, encoding="utf-8")
         if output.exists():
             output.rmdir()
@@ -341,7 +338,7 @@ def export_checkpoint(
 
 
 def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, folder: Path) -> None:
-    """adapter_model.safetensors and adapter_config.json, as peft has them."""
+    """Write adapter_model.safetensors and adapter_config.json in peft's format."""
     assert plan.lora is not None and plan.model.weights_path is not None
     names = [name for name in reader.manifest.tensors if is_adapter(name)]
     _write(
@@ -361,8 +358,8 @@ def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, fo
 def _exported(
     plan: Plan, model: PreTrainedModel, reader: CheckpointReader, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) as save_pretrained writes them: tied aliases dropped, experts and others in
-    their own format."""
+    """Yield (name, tensor) as save_pretrained writes them: without tied aliases, converted to the
+    published format."""
     wanted = dict(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
         wanted.pop(name, None)
@@ -383,8 +380,7 @@ def _exported(
 
 
 def _groups(names: dict[str, torch.Tensor], stack: str) -> Iterator[list[str]]:
-    """Names of one decoder layer together, as the model's own format may put its tensors together
-    otherwise."""
+    """Yield the names of one decoder layer together: the published format may fuse its tensors."""
     groups: dict[str, list[str]] = {}
     for name in names:
         inside = name.startswith(stack + ".")
@@ -393,7 +389,7 @@ def _groups(names: dict[str, torch.Tensor], stack: str) -> Iterator[list[str]]:
 
 
 def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """model.safetensors, or numbered ones of about SHARD_BYTES with an index."""
+    """Write model.safetensors, or numbered files of about SHARD_BYTES with an index."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -424,7 +420,7 @@ def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> 
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """One storage a tensor: a split of one fused tensor leaves views of it."""
+    """Write tensors with a storage each: splitting a fused tensor leaves views."""
     save_safetensors(
         {name: t.clone() if t._base is not None else t for name, t in tensors.items()}, path
     )
@@ -444,9 +440,8 @@ def _write_configs(
 
 
 def drop_missing_tensors_from_config(model: PreTrainedModel) -> None:
-    """Takes out of the configuration what it says of tensors that an export does not hold: their
-    quantisation, and layers for multi-token prediction, which transformers' class does not
-    build."""
+    """Remove configuration keys about tensors that an export lacks: quantization and multi-token
+    prediction layers."""
     names = list(model.state_dict())
     for config in {
         id(c): c for c in (model.config, model.config.get_text_config(decoder=True))
@@ -466,7 +461,7 @@ def drop_missing_tensors_from_config(model: PreTrainedModel) -> None:
 def _copy_own_code(
     code: RemoteCode, task: Task, model: PreTrainedModel, folder: Path, output: Path
 ) -> None:
-    """Loads with trust_remote_code=True, as the model did that training started from."""
+    """Copy the model's own code, so that the export loads with trust_remote_code=True."""
     model.config.auto_map = {
         "AutoConfig": code.config_class,
         task.auto_class.__name__: code.model_class,
@@ -480,5 +475,5 @@ def _cannot_write(output: Path, why: str) -> Refusal:
     return refusal(
         "SW6401",
         f"{str(output)!r} cannot be written: {why}",
-        "Give a folder that you may write to, on a disk with room. The checkpoint is unharmed.",
+        "Name a writable folder on a disk with free space. The checkpoint is unharmed.",
     )

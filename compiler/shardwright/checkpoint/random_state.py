@@ -1,4 +1,4 @@
-"""The random generators of a process as JSON, and back."""
+"""Store the random generators of a process as JSON, and restore them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """torch's (and its GPU's), NumPy's and Python's."""
+    """Return the state of torch's (and its GPU's), NumPy's and Python's generators."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
         "torch": _text(torch.get_rng_state()),

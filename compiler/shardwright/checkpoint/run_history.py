@@ -1,9 +1,8 @@
-"""Which run wrote a checkpoint: run.json in each step folder. No torch here.
+"""Record which run wrote a checkpoint: run.json in each step folder. No torch.
 
-A run has a random id, made when it starts from nothing and kept by every attempt that goes on from
-its newest checkpoint. Going on from a named checkpoint is another run, which begins there: what the
-first one wrote later is not its own. So two runs may share a folder or a bucket, and neither prunes
-or continues the other.
+A run has a random id, made when it starts from nothing and kept by every attempt that resumes its
+newest checkpoint. Resuming from a named checkpoint starts a different run there. So two runs may
+share a folder or a bucket, and neither prunes or resumes the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MOST_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParentRun:
-    """A run up to a step."""
+    """Name a run up to a step."""
 
     run: str
     step: int
@@ -32,14 +31,17 @@ class ParentRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHistory:
-    """run: "" for checkpoints from before runs had ids. before: what it goes on from, oldest
-    first."""
+    """Hold a run's id and the runs that it was resumed from.
+
+    run: "" for checkpoints from before runs had ids.
+    before: earlier runs, oldest first.
+    """
 
     run: str
     before: tuple[ParentRun, ...] = ()
 
     def holds(self, other: RunHistory, step: int) -> bool:
-        """Whether the checkpoint of `step` that `other` wrote lies on this line."""
+        """Return whether the checkpoint of `step` written by `other` belongs to this history."""
         return other.run == self.run or any(
             a.run == other.run and step <= a.step for a in self.before
         )
@@ -50,7 +52,7 @@ UNKNOWN_RUN = RunHistory(run="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMetadata:
-    """What a checkpoint is told of who writes it: its line, and as its manifest has them rows, data
+    """Hold what a checkpoint records about its writer: run history, and the manifest's rows, data
     and finite."""
 
     line: RunHistory
@@ -67,15 +69,14 @@ def new_run_history(before: tuple[ParentRun, ...] = ()) -> RunHistory:
 
 
 def branch_run_history(line: RunHistory, step: int) -> RunHistory:
-    """Another run, from a checkpoint of `line` on."""
+    """Start a different run from a checkpoint of `line`."""
     return new_run_history((*line.before, ParentRun(run=line.run, step=step)))
 
 
 def continue_run_history(current: RunHistory | None, written: RunHistory, step: int) -> RunHistory:
-    """The line of an attempt that goes on by itself from the checkpoint of `step` in `written`'s
-    line.
+    """Return the history of an attempt that resumes the checkpoint of `step` in `written`.
 
-    current: the folder's own; None where it has none yet.
+    current: the folder's own, None where it has none yet.
     """
     if current is not None and current.holds(written, step):
         return current
@@ -83,7 +84,7 @@ def continue_run_history(current: RunHistory | None, written: RunHistory, step: 
 
 
 def run_history_from_json(document: object) -> RunHistory | None:
-    """None where there is none in it."""
+    """Read a history, None where the document holds none."""
     try:
         return read_record(RunHistory, document)
     except ValueError:
@@ -91,7 +92,7 @@ def run_history_from_json(document: object) -> RunHistory | None:
 
 
 def current_run_history(folder: Path) -> RunHistory | None:
-    """Of the compiled folder's last attempt."""
+    """Return the history of the compiled folder's last attempt."""
     return run_history_from_json(read_attempt_record(folder).line)
 
 

@@ -1,5 +1,5 @@
-"""Text from a trained model, a checkpoint of any layout or a Hugging Face folder, by transformers'
-own generate. One process, no deepspeed."""
+"""Generate text from a checkpoint of any layout or a Hugging Face folder, with transformers'
+generate, in one process."""
 
 from __future__ import annotations
 
@@ -51,8 +51,11 @@ _RENDERER = ChatTemplateRenderer()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """temperature: 0 is greedy, the most probable token each time. images: files; the prompt is
-    then a user's message about them, in the model's chat template."""
+    """Describe what to generate.
+
+    temperature: 0 is greedy.
+    images: image files; the prompt is then a user message about them, in the model's chat template.
+    """
 
     prompt: str
     tokens: int
@@ -63,7 +66,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """sight: of a model that sees, else None. template: its chat template, "" where it has none."""
+    """Hold a loaded model.
+
+    image_processor: of a vision-language model, else None.
+    template: its chat template, "" where it has none.
+    """
 
     model: Any
     tokenizer: Any
@@ -73,7 +80,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """text: what follows the prompt. stopped: the model wrote its end token."""
+    """Hold generated text.
+
+    text: the text after the prompt.
+    stopped: whether the model wrote its end token.
+    """
 
     text: str
     prompt_tokens: int
@@ -85,13 +96,15 @@ class GenerationResult:
 def generate(
     folder: Path, request: GenerationRequest, trust_code: str | None = None
 ) -> GenerationResult:
-    """folder: a step folder, or one that from_pretrained loads. Raises Refusal: SW2014, SW6132,
-    SW6201, SW6402."""
+    """Generate text. Raises SW2014, SW6132, SW6201, SW6402.
+
+    folder: a step folder, or one that from_pretrained loads.
+    """
     return answer(open_model(folder, trust_code), request, folder)
 
 
 def open_model(folder: Path, trust_code: str | None = None) -> LoadedModel:
-    """For any number of wishes. Raises Refusal as generate does."""
+    """Load a model for any number of requests. Raises as generate does."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +114,10 @@ def open_model(folder: Path, trust_code: str | None = None) -> LoadedModel:
 
 
 def answer(loaded: LoadedModel, request: GenerationRequest, folder: Path) -> GenerationResult:
-    """folder: for what is said of a failure. Raises Refusal as generate does."""
+    """Generate text with a loaded model. Raises as generate does.
+
+    folder: named in error messages.
+    """
     with _explained(folder, loaded.model.device):
         return _generate_text(loaded, request, folder)
 
@@ -114,10 +130,10 @@ def _explained(folder: Path, device: torch.device) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError:
         help = (
-            "`CUDA_VISIBLE_DEVICES= shardwright generate ...` uses the CPU and the host's memory."
+            "Run `CUDA_VISIBLE_DEVICES= shardwright generate ...` to use the CPU and host memory."
         )
         raise _unusable(folder, f"the model does not fit on {device}", help) from None
-    except Exception as error:  # whatever a folder of somebody else's makes transformers raise
+    except Exception as error:  # an untrusted folder may make transformers raise anything
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
         raise _unusable(folder, f"{type(error).__name__}: {lines[0][:300]}") from None
 
@@ -144,18 +160,17 @@ def _generate_text(
     positions = int(
         getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     )
-    room = positions - length
-    if not length or room < 1:
-        why = f"the prompt's {length:,} tokens leave no room in the model's {positions:,} positions"
-        raise _unusable(folder, why if length else "the prompt is empty", "Give another prompt.")
-    # Of its own, so that "greedy" is greedy: a folder's file may ask for beams, penalties, other
-    # lengths.
+    free_positions = positions - length
+    if not length or free_positions < 1:
+        why = f"the prompt's {length:,} tokens fill the model's {positions:,} positions"
+        raise _unusable(folder, why if length else "the prompt is empty", "Use another prompt.")
+    # A new configuration: the folder's file may set beams, penalties or lengths.
     model.generation_config = GenerationConfig(
-        max_new_tokens=min(request.tokens, room),
+        max_new_tokens=min(request.tokens, free_positions),
         do_sample=request.temperature > 0,
         **({"temperature": request.temperature, "top_k": 0} if request.temperature > 0 else {}),
         **_special_ids(model, tokenizer),
-        # A vocabulary is often padded: these ids are no text, and were never trained.
+        # Ids of a padded vocabulary are not text, and were never trained.
         suppress_tokens=list(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
         or None,
     )
@@ -173,7 +188,7 @@ def _generate_text(
 
 
 def _special_ids(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The ends that the model's generation_config names (chat models have several), else the
+    """Return the end ids of the model's generation_config (chat models have several), else the
     tokenizer's."""
     ends = end_ids(model.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
     return {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
@@ -182,15 +197,15 @@ def _special_ids(model: Any, tokenizer: Any) -> dict[str, Any]:
 def image_prompt_inputs(
     loaded: LoadedModel, prompt: str, images: tuple[Path, ...], folder: Path
 ) -> dict[str, torch.Tensor]:
-    """What the forward takes of a user's message with these pictures, as a row of the training has
-    it. Raises Refusal: SW6132, SW6402."""
+    """Return the forward's inputs for a user message with these images, as in training. Raises
+    SW6132 and SW6402."""
     image_processor = loaded.image_processor
     if image_processor is None:
-        raise _unusable(folder, "its model takes no pictures", "Leave --image out.")
+        raise _unusable(folder, "its model takes no images", "Leave --image out.")
     try:
-        found = [inspect_image(str(image.absolute()), Path("/")) for image in images]
+        sources = [inspect_image(str(image.absolute()), Path("/")) for image in images]
     except DamagedImage as why:
-        raise _unusable(folder, str(why), "Give a picture that Pillow opens.") from None
+        raise _unusable(folder, str(why), "Use an image that Pillow can open.") from None
     content: list[JsonValue] = [
         *[{"type": "image"}] * len(images),
         {"type": "text", "text": prompt},
@@ -202,15 +217,14 @@ def image_prompt_inputs(
             text = _RENDERER.prompt(loaded.template, [message], special_tokens(loaded.tokenizer))
         except (TemplateError, RenderLimitExceeded) as error:
             raise _unusable(folder, f"its chat template refuses the question: {error}") from None
-    written = image_processor.expand(text, [], found)
+    written = image_processor.expand(text, [], sources)
     if written is None:
         cause = (
-            f"its chat template does not write {image_processor.token!r} once for each "
-            "picture, or the "
-            "prompt holds it"
+            f"its chat template does not write {image_processor.token!r} once for each image, or "
+            "the prompt contains it"
         )
         raise _unusable(
-            folder, cause, "Ask without it, or give the folder a chat template that takes pictures."
+            folder, cause, "Remove it from the prompt, or add a chat template that supports images."
         )
     # A template writes the special tokens itself.
     ids = loaded.tokenizer(written[0], add_special_tokens=not loaded.template, return_tensors="pt")[
@@ -219,14 +233,14 @@ def image_prompt_inputs(
     tokens = ids.numpy()
     return {
         "input_ids": ids,
-        **image_processor.inputs(tokens, np.zeros(tokens.shape, dtype=np.bool_), [found]),
+        **image_processor.inputs(tokens, np.zeros(tokens.shape, dtype=np.bool_), [sources]),
     }
 
 
 def _load_checkpoint_model(
     checkpoint: Path, device: torch.device, trust_code: str | None
 ) -> LoadedModel:
-    """Read straight into the model, adapters merged: the layout that trained it does not matter."""
+    """Load a checkpoint into the model, with merged adapters, whatever layout trained it."""
     plan = open_checkpoint(checkpoint, trust_code)
     if plan.model.task_traits.compares_pairs:
         raise _contrastive_refusal(checkpoint, plan.model.model_type)
@@ -250,7 +264,7 @@ def _load_checkpoint_model(
 
 
 class _CheckpointWeights:
-    """A checkpoint's parameters as initial weights."""
+    """Provide a checkpoint's parameters as initial weights."""
 
     def __init__(self, plan: Plan, reader: CheckpointReader) -> None:
         self._plan, self._reader = plan, reader
@@ -274,9 +288,9 @@ def _tokenizer_of(plan: Plan, checkpoint: Path) -> Any:
     folders = {path.parent for path in tokenizer_files(checkpoint)}
     if not folders:
         help = (
-            "`shardwright export` it and save the tokenizer that made the ids into the same folder."
+            "Run `shardwright export`, and save the tokenizer of the ids into the exported folder."
         )
-        raise _unusable(checkpoint, "it was trained on token ids, and holds no tokenizer", help)
+        raise _unusable(checkpoint, "it was trained on token ids and has no tokenizer", help)
     return AutoTokenizer.from_pretrained(
         max(folders), local_files_only=True, trust_remote_code=False
     )
@@ -292,7 +306,7 @@ def _load_huggingface_model(
         if not alone and (other := foreign_checkpoint_error(folder)) is not None:
             raise Refusal(other) from None
         why = (
-            "it holds adapters alone"
+            "it holds only adapters"
             if alone
             else "it is neither a checkpoint nor a Hugging Face model"
         )
@@ -316,9 +330,8 @@ def _load_huggingface_model(
         trust_remote_code=False,
     )
     if tokenizer.eos_token_id is None and not (folder / GENERATION_CONFIG).is_file():
-        model.generation_config.eos_token_id = (
-            None  # the type's default id, which may be a byte of text
-        )
+        # The type's default id may be a byte of text.
+        model.generation_config.eos_token_id = None
     loaded = LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer)
     if (
         not (folder / "processor_config.json").is_file()
@@ -340,24 +353,20 @@ def _with_image_processor(
 
 
 def _contrastive_refusal(folder: Path, model_type: str) -> Refusal:
-    help = (
-        "`shardwright export` it: transformers' AutoModel and AutoProcessor compare pictures "
-        "with texts."
-    )
+    help = "Run `shardwright export`, and use transformers' AutoModel and AutoProcessor."
     return _unusable(
-        folder, f"a {model_type!r} compares pictures with captions, and writes no text", help
+        folder, f"a {model_type!r} compares images with captions and writes no text", help
     )
 
 
 def _suggested_folder(folder: Path, *, alone: bool) -> str:
     if alone:
-        return "Export the step folder again with --merge, or give the step folder itself."
+        return "Export the step folder again with --merge, or name the step folder itself."
     steps = sorted(str(path.parent) for path in folder.glob(f"*/step-*/{MANIFEST}"))
     if steps:
-        return f"It is a run's folder; its newest checkpoint is {steps[-1]}"
+        return f"Name the run's newest checkpoint, {steps[-1]}"
     return (
-        "Give a `step-XXXXXXXX` folder of a run, or a folder with config.json and "
-        "safetensors files."
+        "Name a `step-XXXXXXXX` folder of a run, or a folder with config.json and safetensorsfiles."
     )
 
 
@@ -366,5 +375,5 @@ def _unusable(folder: Path, why: str, help: str = "") -> Refusal:
         "SW6402",
         f"no text can be generated from {str(folder)!r}: {why}",
         help
-        or f"It must load with transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer.",
+        or f"Transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer must load the folder.",
     )

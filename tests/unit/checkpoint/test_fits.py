@@ -104,7 +104,7 @@ def test_other_tokenizers_are_refused(plan: Plan, compiled: Path, tmp_path: Path
     files, byte = (changed(plan, "data", tokenizer=name) for name in ("tokenizer", "byte"))
     assert notes(files, files, out, tmp_path) == () == notes(byte, byte, out, tmp_path)
     for now, saved in ((files, byte), (byte, files)):
-        with pytest.raises(Refusal, match="another tokenizer"):
+        with pytest.raises(Refusal, match="a different tokenizer"):
             notes(now, saved, out, tmp_path)
     for folder in (out, step):
         (folder / "tokenizer" / "added_tokens.json").write_text("{}")

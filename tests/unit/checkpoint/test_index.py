@@ -167,7 +167,7 @@ def test_another_tokenizer_is_refused(out: Path) -> None:
     write_checkpoint(out, step=12)
     assert chosen(out)[0] == "step-00000012"
     (out / "tokenizer" / "tokenizer.json").write_text('{"other": 1}')
-    with pytest.raises(Refusal, match=r"another tokenizer: tokenizer\.json differs") as refused:
+    with pytest.raises(Refusal, match=r"a different tokenizer: tokenizer\.json differs") as refused:
         chosen(out)
     assert refused.value.diagnostics[0].code == "SW6204"
 

@@ -91,7 +91,7 @@ def test_elements_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
     with CheckpointReader(path) as checkpoint:
         with pytest.raises(Refusal, match="no elements 24 to 25"):
             checkpoint.fragment("w", "fp32", WHOLE, 0, 20, 5)
-        with pytest.raises(Refusal, match="holds no v"):
+        with pytest.raises(Refusal, match="has no parameter v"):
             checkpoint.whole("v", "fp32")
         other = ParameterSharding(name="w", shape=(6, 5), dimension=None, blocks=(), sizes=())
         with pytest.raises(Refusal, match="shape"):

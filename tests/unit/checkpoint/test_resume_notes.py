@@ -94,7 +94,7 @@ def test_epochs_that_were_changed_stretch_the_schedule_and_it_is_said(
     assert warning.startswith("warning[SW6217]: ") and "training.epochs 1.0 -> 2.0" in warning
     assert f"training.steps {steps:,} -> {2 * steps:,}" in warning
     before, now = (1e-3 * (1 - 9 / n) for n in (steps, 2 * steps))
-    assert f"it is {now:.4g} at step 9, where it would have been {before:.4g}" in warning
+    assert f"step 9 uses {now:.4g}, not {before:.4g}" in warning
     other, _ = trained(
         {"data": CORPUS, **training, "training.epochs": 1, "training.optimizer.lr": 2e-3}
     )

@@ -77,7 +77,7 @@ def test_a_copy_that_arrived_otherwise_is_an_error(
         memory.pipe_file(there, Path(local).read_bytes()[:-1])
 
     monkeypatch.setattr(memory, "put_file", half)
-    with pytest.raises(Refusal, match="is not there as it was sent") as refused:
+    with pytest.raises(Refusal, match="differs from what was uploaded") as refused:
         sent(store, step)
     assert refused.value.diagnostics[0].code == "SW6208"
     assert store.steps() == []
@@ -141,7 +141,7 @@ def test_a_hostile_store_writes_nothing_outside(name: str, tmp_path: Path, url: 
     with (there / CHECKSUMS).open("a") as file:
         file.write(f"{'0' * 64}  {name}\n")
     before = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
-    with pytest.raises(Refusal, match=r"is no name of a file in a checkpoint") as refused:
+    with pytest.raises(Refusal, match=r"is not a valid name of a file in a checkpoint") as refused:
         store.fetch(step.name, tmp_path / "here")
     assert refused.value.diagnostics[0].code == "SW6208"
     after = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
@@ -159,7 +159,7 @@ def test_a_link_in_a_checkpoint_is_not_written_through(tmp_path: Path, url: str)
     outside.mkdir()
     shutil.rmtree(step / "model")
     (step / "model").symlink_to(outside)
-    with pytest.raises(Refusal, match="leads out of the checkpoint"):
+    with pytest.raises(Refusal, match="is a link out of the checkpoint"):
         store.fetch(step.name, step.parent)
     assert not list(outside.iterdir())
 

@@ -95,7 +95,7 @@ def test_who_goes_on_is_told_of_other_data_and_of_another_schedule(
     with open_session(out) as session:
         assert session.done == 1
     told = capsys.readouterr().out
-    assert "warning[SW6207]" in told and "holds other content" in told
+    assert "warning[SW6207]" in told and "the content of" in told
     assert "warning[SW6217]" in told and "training.steps 4 -> 8" in told
 
 
