@@ -63,7 +63,7 @@ def passes(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     assert (code, found.get("same")) == (0, True), f"{found}\n{errors}"
     wanted = CHECKS + (HELD_OUT if "validation" in document else [])
     if "validation" in document and "gpt2" in document["model"].get("source", ""):
-        wanted = [*wanted, "held-out loss beside dropout"]
+        wanted = [*wanted, "held-out loss after dropout"]
     assert sorted(check["name"] for check in found["checks"]) == sorted(wanted)
     return found
 
@@ -89,7 +89,7 @@ def is_found(
     wrong = {
         check["name"]: math.inf if check["worst"] is None else check["worst"] for check in failed
     }  # null: infinite
-    seen = ("losses", "gradient norms", "held-out losses", "held-out loss beside dropout")
+    seen = ("losses", "gradient norms", "held-out losses", "held-out loss after dropout")
     assert any(wrong.get(name, 0) > 100 * 1e-5 for name in seen), wrong
     return found
 

@@ -1,1 +1,1 @@
-"""`shardwright calibrate` and `tune`: what this machine does, measured, for `cluster.measured`."""
+"""Measure this machine for `cluster.measured` (`shardwright calibrate` and `tune`)."""

@@ -1,6 +1,5 @@
-"""`shardwright calibrate`: copies of the model are compiled, processes measure, and their seconds
-become figures.
-"""
+"""Calibrate: compile shallow copies of the model, measure in separate processes, and fit
+constants."""
 
 from __future__ import annotations
 
@@ -40,20 +39,22 @@ from shardwright.search.layout_search import baselines, search
 from shardwright.utils.child_processes import end_processes
 from shardwright.utils.json_values import JsonObject
 
-# Shallow copies of the recipe's model, compiled: what the measuring processes build. Widths, heads
-# and vocabulary are the model's own, so that a layer is the very layer.
+# Shallow copies of the recipe's model for the measuring processes. Widths, heads and vocabulary are
+# the model's own, so each layer is unchanged.
 
 
 MODEL = "model"
 SHORT = 16
-"""Tokens of a row where the engine's own time is wanted."""
+"""Sequence length (tokens) for measuring the engine's own time."""
 ACCUMULATION = (1, 3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopyShape:
-    """Of a copy that one process builds. rows: of the micro-batch. places: decoder layers of the
-    whole model, as indices into its layers, the embedding being 0."""
+    """Describe a copy that one process builds.
+
+    places: decoder layers of the full model, as indices into its layers (0 is the embedding).
+    """
 
     tensor: int = 1
     zero_stage: int = 0
@@ -65,7 +66,7 @@ class CopyShape:
 
 
 def shallow_model(graph: ModelGraph, places: Sequence[int], folder: Path) -> Path:
-    """A folder with the configuration alone: random weights need no more."""
+    """Write a folder with only the configuration, which is enough for random weights."""
     from shardwright.models.tiny_config import truncate_layers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,8 +76,8 @@ def shallow_model(graph: ModelGraph, places: Sequence[int], folder: Path) -> Pat
 
 
 def document_of(recipe: Recipe, shape: CopyShape, model: Path) -> JsonObject:
-    """A recipe of the copy on one node: nothing of the data, the launcher or the checkpoints is in
-    it."""
+    """Return a recipe of the copy on one node, without the data, launcher and checkpoints of the
+    original."""
     document = recipe.document
     training: JsonObject = dict(document["training"])  # type: ignore[arg-type]
     cluster: JsonObject = dict(document["cluster"])  # type: ignore[arg-type]
@@ -118,8 +119,8 @@ def document_of(recipe: Recipe, shape: CopyShape, model: Path) -> JsonObject:
 
 
 def compile_copy(recipe: Recipe, shape: CopyShape, model: Path, folder: Path) -> Path:
-    """Raises Refusal as `compile` does: what does not fit here, or what the engine does not run on
-    one rank."""
+    """Compile a copy. Raises Refusal as `compile` does: it does not fit, or the engine does not run
+    it on one rank."""
     folder.mkdir(parents=True)
     path = folder / "recipe.json"
     path.write_text(json.dumps(document_of(recipe, shape, model)), encoding="utf-8")
@@ -128,29 +129,34 @@ def compile_copy(recipe: Recipe, shape: CopyShape, model: Path, folder: Path) ->
 
 
 GRACE_SECONDS = 240
-"""For imports, models and what is repeated at least so often, on a machine that has other work
-too."""
+"""Time (s) for imports, models and minimum repeats, on a machine that may be busy."""
 ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """left_out: what could not be measured, and why."""
+    """Hold the measurements.
+
+    skipped: what could not be measured, and why.
+    """
 
     found: Measurements
     skipped: tuple[str, ...]
 
 
 def calibrate(recipe: Recipe, seconds: float, report_progress: ProgressCallback) -> Calibration:
-    """seconds: to measure for, beside the copies' making. Raises Refusal: what the recipe is
-    refused for; SW5501 the machine is another one than the recipe's; SW5502 the measuring processes
-    fail."""
+    """Calibrate this machine for a recipe.
+
+    seconds: time to measure, without building the copies.
+    Raises what the recipe is refused for, SW5501 (not the recipe's machine), SW5502 (a measuring
+    process fails).
+    """
     problem, _ = resolve_recipe(recipe)
     check_preflight(problem)
-    asked = measurement_plan(problem, (*search(problem).ranked, *baselines(problem)))
+    plan = measurement_plan(problem, (*search(problem).ranked, *baselines(problem)))
     folder = Path(tempfile.mkdtemp(prefix="shardwright-calibrate-"))
     try:
-        job, skipped = _job(problem, asked, folder, seconds, report_progress)
+        job, skipped = _job(problem, plan, folder, seconds, report_progress)
         report_progress(
             f"measuring with {job.ranks} process{'' if job.ranks == 1 else 'es'} for "
             f"{seconds:.0f} s"
@@ -178,27 +184,27 @@ def cores() -> int:
 
 
 def visible_gpus() -> int:
-    """Asked of a process of its own: CUDA shall not be started in this one."""
+    """Count GPUs in a separate process, so that CUDA is not initialized in this one."""
     ask = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else 0
 
 
 def check_preflight(problem: Problem) -> None:
-    """Raises Refusal: SW5501."""
+    """Raise SW5501 where the recipe is for a GPU and this machine has none."""
     if problem.cluster.gpu.is_cpu or visible_gpus():
         return
     raise refusal(
         "SW5501",
         f"the recipe is for {problem.cluster.gpu.name}, and this machine has no GPU",
-        "Measure on a node of the cluster; or write `gpu: cpu` to measure this CPU.",
+        "Measure on a node of the cluster, or set `gpu: cpu` to measure this CPU.",
         ("cluster", "gpu"),
     )
 
 
 def _job(
     problem: Problem,
-    asked: MeasurementPlan,
+    plan: MeasurementPlan,
     folder: Path,
     seconds: float,
     report_progress: ProgressCallback,
@@ -217,9 +223,9 @@ def _job(
     engine: list[EngineJob] = []
     if recipe.model.trust_remote_code is None:
         length, last = recipe.training.sequence_length, len(graph.layers) - 1
-        model = shallow_model(graph, asked.places, folder / "kinds")
-        for each in asked.layers:
-            shape = CopyShape(tensor=each.tensor, length=length, places=asked.places)
+        model = shallow_model(graph, plan.places, folder / "kinds")
+        for each in plan.layers:
+            shape = CopyShape(tensor=each.tensor, length=length, places=plan.places)
             with _collect_errors(skipped, f"layers at tensor {each.tensor}"):
                 out = compile_copy(recipe, shape, model, folder / f"tensor-{each.tensor}")
                 layers.append(
@@ -228,19 +234,19 @@ def _job(
                         tensor=each.tensor,
                         micro_batches=each.micro_batches,
                         checkpointing=each.checkpointing,
-                        places=asked.places,
+                        places=plan.places,
                         last=last,
                     )
                 )
-        for stage in asked.zero_stages:
+        for stage in plan.zero_stages:
             with _collect_errors(skipped, f"the engine at ZeRO-{stage}"):
                 engine.append(
                     EngineJob(
-                        zero_stage=stage, folders=_engine_folders(problem, asked, stage, folder)
+                        zero_stage=stage, folders=_engine_folders(problem, plan, stage, folder)
                     )
                 )
     else:
-        skipped.append("layers and engine: the model has code of its own")
+        skipped.append("layers and engine: the model has its own Python code")
     job = Job(
         is_cpu=is_cpu,
         precision=recipe.training.precision,
@@ -249,8 +255,8 @@ def _job(
         seconds=seconds,
         ranks=ranks,
         ranks_per_node=ranks,
-        products=asked.products,
-        attention=asked.attention,
+        products=plan.products,
+        attention=plan.attention,
         heads=graph.attention_heads,
         head_dim=graph.head_dim,
         layers=tuple(layers),
@@ -260,12 +266,13 @@ def _job(
 
 
 def _engine_folders(
-    problem: Problem, asked: MeasurementPlan, stage: int, folder: Path
+    problem: Problem, plan: MeasurementPlan, stage: int, folder: Path
 ) -> tuple[str, ...]:
-    """One decoder layer and two, of the first kind; one micro-batch and several."""
-    found = []
+    """Compile copies with one and two decoder layers of the first kind, and one and several
+    micro-batches."""
+    folders = []
     for layers in (1, 2):
-        places = asked.places[:1] * layers
+        places = plan.places[:1] * layers
         model = shallow_model(problem.graph, places, folder / f"layers-{layers}")
         for accumulation in ACCUMULATION:
             shape = CopyShape(
@@ -275,8 +282,8 @@ def _engine_folders(
                 places=places,
             )
             where = folder / f"zero-{stage}-{layers}-{accumulation}"
-            found.append(str(compile_copy(problem.recipe, shape, model, where)))
-    return tuple(found)
+            folders.append(str(compile_copy(problem.recipe, shape, model, where)))
+    return tuple(folders)
 
 
 @contextlib.contextmanager
@@ -289,7 +296,7 @@ def _collect_errors(skipped: list[str], what: str) -> Iterator[None]:
 
 
 def _measured(job: Job, folder: Path) -> list[ProcessResult]:
-    """Of every process. Raises Refusal: SW5502."""
+    """Run the measuring processes, and return their results. Raises SW5502."""
     job.write(folder)
     logs = [folder / f"log-{rank}" for rank in range(job.ranks)]
     shared = {
@@ -330,13 +337,13 @@ def _measured(job: Job, folder: Path) -> list[ProcessResult]:
         raise refusal(
             "SW5502",
             why,
-            "With --minutes it gets more time; `shardwright doctor` checks the machine.",
+            "Give more time with --minutes; `shardwright doctor` checks the machine.",
         )
     return [ProcessResult.read(folder, rank) for rank in range(job.ranks)]
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Until all are done, one has failed, or the time is up."""
+    """Wait until all are done, one has failed, or the time is up."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         codes = [process.poll() for process in processes]

@@ -1,4 +1,4 @@
-"""What the processes timed, as the record that a recipe names."""
+"""Turn timings into the measurements file that a recipe names."""
 
 from __future__ import annotations
 
@@ -29,21 +29,17 @@ from shardwright.recipe.measurements import (
     TimingSample,
 )
 
-# How a thing is timed: again and again until its time is up, and what is made of the seconds.
-#
-# The median, as a step of a run is the sum of many such things and its median near the sum of
-# theirs.
-# Other work on the machine moves it less than the mean; how far the quartiles lie apart says how
-# quiet it was.
+# Timing: repeat until the budget is used, and take the median, which other work on the machine
+# moves less than the mean. The quartiles' distance tells how quiet the machine was.
 
 
 FEWEST, MOST = 3, 50
-"""Repeats of one thing, after one that is not counted."""
+"""Repeats of one case, after one that is not counted."""
 Clock = Callable[[], float]
 
 
 def median_figure(seconds: Sequence[float], scale: float = 1.0) -> MeasuredValue:
-    """The median. scale: of the value."""
+    """Return the median times `scale`, with its spread."""
     ordered = sorted(seconds)
     if len(ordered) == 1:
         return MeasuredValue(value=ordered[0] * scale, n=1, spread=0.0)
@@ -60,8 +56,10 @@ def time_repeatedly(
     fewest: int = FEWEST,
     now: Clock = time.monotonic,
 ) -> list[list[float]]:
-    """run: once through, giving the seconds of each of its parts. Returns the seconds by part. At
-    least `fewest` times, however long that takes."""
+    """Repeat `run` within the budget, at least `fewest` times; return the seconds by part.
+
+    run: returns the seconds of each part.
+    """
     run()
     ends = now() + budget_seconds
     rows: list[list[float]] = []
@@ -71,12 +69,15 @@ def time_repeatedly(
 
 
 def pooled(each: Sequence[Sequence[float]]) -> list[float]:
-    """Of several processes that timed the same thing at the same time."""
+    """Pool the seconds of several processes that timed the same case at once."""
     return [seconds for one in each for seconds in one]
 
 
 class Deadline:
-    """Shares out what is left. now: seconds that only grow."""
+    """Share out the remaining time.
+
+    now: a monotonic clock (s).
+    """
 
     def __init__(self, seconds: float, now: Clock = time.monotonic) -> None:
         self._now, self._ends = now, now() + seconds
@@ -86,17 +87,17 @@ class Deadline:
         return max(0.0, self._ends - self._now())
 
     def share(self, things: int) -> float:
-        """For the next of so many."""
+        """Return the time for the next of `things` cases."""
         return self.left / max(1, things)
 
 
-# From what was timed to the constants that stand for it: cost/constants.json's names, by the cost
-# model's own formulas, so that the model says of the samples what they took.
+# Fitting constants of cost/constants.json to the timings with the cost model's own formulas, so
+# that the model reproduces the samples.
 
 
 LEAST_OVERLAP = 0.01
 STEPS = 41
-"""Values that a search on a line tries, each time around the best of the last ones."""
+"""Values tried by one line search, each time around the last best."""
 
 
 def device_of(cluster: Cluster, precision: Precision, c: Constants) -> Device:
@@ -108,16 +109,16 @@ def device_of(cluster: Cluster, precision: Precision, c: Constants) -> Device:
 def fit_constants(
     cluster: Cluster, precision: Precision, samples: Sequence[TimingSample]
 ) -> dict[str, MeasuredValue]:
-    """Only what the samples tell of. Each with the repeats behind it, and the spread of its
-    samples."""
-    c, found = default_constants(), {}
+    """Fit the constants that the samples determine, each with its repeats and its samples'
+    spread."""
+    c, fitted = default_constants(), {}
 
     def take(name: str, of: Sequence[TimingSample], value: float | None) -> None:
         nonlocal c
         if value is None or not of or not (math.isfinite(value) and value > 0):
             return
         n, spread = sum(s.seconds.n for s in of), statistics.median(s.seconds.spread for s in of)
-        found[name] = MeasuredValue(value=value, n=n, spread=spread)
+        fitted[name] = MeasuredValue(value=value, n=n, spread=spread)
         c = dataclasses.replace(c, **{name: value})
 
     def those(what: str) -> list[TimingSample]:
@@ -157,7 +158,7 @@ def fit_constants(
         field.name for field in dataclasses.fields(Constants) if field.name.startswith("overlap")
     ):
         take(name, those("overlap"), _overlap(those("overlap")))
-    return found
+    return fitted
 
 
 def _median(values: object) -> float | None:
@@ -166,7 +167,7 @@ def _median(values: object) -> float | None:
 
 
 def _products(device: Device, c: Constants, samples: Sequence[TimingSample]) -> dict[str, float]:
-    """gemm_efficiency and tile_seconds: those that are off by least, as logarithms, over all the
+    """Return gemm_efficiency and tile_seconds with the least sum of log errors over all
     products."""
     if not samples:
         return {}
@@ -191,7 +192,7 @@ def _products(device: Device, c: Constants, samples: Sequence[TimingSample]) -> 
 
 
 def least(of: Callable[[float], float], around: float, reach: float) -> float:
-    """The value between around / reach and around x reach for which `of` is least."""
+    """Return the value between around / reach and around x reach that minimizes `of`."""
     tried = [around * math.pow(reach, 2 * i / (STEPS - 1) - 1) for i in range(STEPS)]
     return min(tried, key=of)
 
@@ -199,13 +200,13 @@ def least(of: Callable[[float], float], around: float, reach: float) -> float:
 def _attention(
     cluster: Cluster, precision: Precision, c: Constants, samples: Sequence[TimingSample]
 ) -> float | None:
-    """What the exponentials leave of the time, at the longest rows that were timed: there the
-    products are the most."""
+    """Fit the rate of attention's products at the longest sequences, where they dominate, after
+    subtracting the exponentials."""
     if not samples:
         return None
     peak = peak_flops(cluster.gpu, precision)
     longest = max(s.sizes["length"] for s in samples)
-    found = []
+    rates = []
     for s in samples:
         heads, width, length = s.sizes["heads"], s.sizes["head_dim"], s.sizes["length"]
         if length * 4 < longest:
@@ -219,16 +220,15 @@ def _attention(
         )
         left = s.seconds.value - softmax
         rate = 4 * heads * length**2 * width / max(left, 0.1 * s.seconds.value)
-        found.append(rate / peak / cluster.gpu.fused_attention_gain)
-    return statistics.median(found)
+        rates.append(rate / peak / cluster.gpu.fused_attention_gain)
+    return statistics.median(rates)
 
 
 def _links(cluster: Cluster, samples: Sequence[TimingSample]) -> dict[str, float]:
-    """Start of a ring's step and share of the bandwidth, by least errors: inside a node, and with
-    these between nodes."""
+    """Fit a ring step's latency and the share of the bandwidth, inside a node and between nodes."""
     inside = [s for s in samples if s.sizes["ranks"] <= s.sizes["ranks_per_node"]]
     across = [s for s in samples if s.sizes["ranks"] > s.sizes["ranks_per_node"]]
-    found: dict[str, float] = {}
+    fitted: dict[str, float] = {}
     for rows, where, rate in (
         (inside, "intra_node", cluster.intra_node_bytes_per_second),
         (across, "inter_node", cluster.inter_node_bytes_per_second),
@@ -237,15 +237,15 @@ def _links(cluster: Cluster, samples: Sequence[TimingSample]) -> dict[str, float
         if len({moved for _, moved, _ in points}) < 2:
             continue
         hop, a_byte = line(points)
-        found[f"{where}_hop_seconds"] = max(hop, 1e-8)
+        fitted[f"{where}_hop_seconds"] = max(hop, 1e-8)
         if a_byte > 0:
-            found[f"{where}_efficiency"] = 1 / (a_byte * rate)
-    return found
+            fitted[f"{where}_efficiency"] = 1 / (a_byte * rate)
+    return fitted
 
 
 def _ring(s: TimingSample) -> tuple[float, float, float]:
-    """(steps, bytes past a rank, seconds) of an all-reduce; over nodes each adapter carries its
-    share."""
+    """Return (steps, bytes through a rank, seconds) of an all-reduce; across nodes each adapter
+    carries its share."""
     n, inside = s.sizes["ranks"], s.sizes["ranks_per_node"]
     lanes = inside if n > inside else 1
     steps = -(-n // inside) if n > inside else n - 1
@@ -253,12 +253,14 @@ def _ring(s: TimingSample) -> tuple[float, float, float]:
 
 
 def line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(a, b) of seconds = a x + b y with the least sum of errors as logarithms, neither below 0:
-    one point that was disturbed moves it little. It goes through two of the points, or through one
-    with a or b at 0."""
+    """Fit seconds = a x + b y with the least sum of log errors and a, b >= 0, robust against
+    outliers.
 
-    def off(found: tuple[float, float]) -> float:
-        a, b = found
+    The line goes through two of the points, or through one with a or b at 0.
+    """
+
+    def off(coefficients: tuple[float, float]) -> float:
+        a, b = coefficients
         return sum(abs(math.log(max(a * x + b * y, 1e-12) / z)) for x, y, z in points)
 
     tried = [(z / x, 0.0) for x, _, z in points if x] + [(0.0, z / y) for _, y, z in points if y]
@@ -269,14 +271,16 @@ def line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def _overlap(samples: Sequence[TimingSample]) -> float | None:
-    """sizes: nanoseconds of the compute alone and of the collective alone; seconds: of both
-    together."""
-    found = []
+    """Return the median share of a collective that overlaps with compute.
+
+    sizes: nanoseconds of each alone; seconds: of both together.
+    """
+    shares = []
     for s in samples:
         compute, comm = s.sizes["compute_ns"] / 1e9, s.sizes["comm_ns"] / 1e9
         hidden = (compute + comm - s.seconds.value) / min(compute, comm)
-        found.append(min(1.0, max(LEAST_OVERLAP, hidden)))
-    return statistics.median(found) if found else None
+        shares.append(min(1.0, max(LEAST_OVERLAP, hidden)))
+    return statistics.median(shares) if shares else None
 
 
 SHOWN = (
@@ -290,7 +294,7 @@ SHOWN = (
     "overlap",
     "host floor",
 )
-"""Samples that constants are fitted to, or that say how good these are."""
+"""Samples that constants are fitted to or checked with."""
 
 
 def measurements(
@@ -313,7 +317,7 @@ def measurements(
 
 
 def samples(results: Sequence[ProcessResult]) -> list[TimingSample]:
-    """The repeats of all processes together."""
+    """Pool the repeats of all processes."""
     found: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[float, ...]]] = {}
     for one in results:
         for timed in one.timed:
@@ -325,6 +329,8 @@ def samples(results: Sequence[ProcessResult]) -> list[TimingSample]:
 
 
 def _layers(rows: Sequence[TimingSample]) -> Iterable[LayerMeasurement]:
+    """Yield the measurement of each layer, tensor degree, micro-batch and checkpointing mode."""
+
     def by(part: str) -> dict[tuple[int, ...], MeasuredValue]:
         return {
             tuple(row.sizes.values()): row.seconds for row in rows if row.what == f"layer {part}"
@@ -347,8 +353,8 @@ def _layers(rows: Sequence[TimingSample]) -> Iterable[LayerMeasurement]:
 
 
 def _engine(rows: Sequence[TimingSample]) -> Iterable[EngineMeasurement]:
-    """From steps of one layer and two, of one micro-batch and several: what each adds, less the
-    layers' own time."""
+    """Yield the engine's own time by ZeRO stage, from steps with one and two layers, one and
+    several micro-batches."""
     steps = [row for row in rows if row.what == "engine step"]
     short = {row.sizes["place"]: row.seconds.value for row in rows if row.what == "short layer"}
     for stage in sorted({row.sizes["zero_stage"] for row in steps}):

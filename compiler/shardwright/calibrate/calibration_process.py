@@ -1,8 +1,8 @@
-"""One measuring process: `python -m shardwright.calibrate.calibration_process FOLDER`, with RANK
-and the rest in its environment.
+"""Measure in one process: `python -m shardwright.calibrate.calibration_process FOLDER`, with RANK
+and the like in its environment.
 
-What needs nobody else comes first, on every process at once, so that they share the memory and the
-clock as ranks do.
+Measurements without communication come first, on all processes at once, so that they share memory
+and clock as ranks do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shardwright.calibrate.device_benchmarks import Stopwatch
 
 SHARES = {"layers": 0.4, "engine": 0.45, "kernels": 0.6}
-"""Of what is left when each begins, the weightiest first; the collectives take the rest."""
+"""Shares of the remaining time when each starts, the most important first; the collectives take the
+rest."""
 
 
 def main(folder: Path) -> int:
@@ -47,7 +48,10 @@ def main(folder: Path) -> int:
 
 
 def measure(bench: Stopwatch, rendezvous_file: Path) -> None:
-    """meeting: see measure_collectives."""
+    """Run all measurements.
+
+    rendezvous_file: see measure_collectives.
+    """
     from shardwright.calibrate.device_benchmarks import measure_collectives, measure_kernels
     from shardwright.calibrate.layer_benchmarks import measure_layers
 
@@ -69,7 +73,8 @@ def measure(bench: Stopwatch, rendezvous_file: Path) -> None:
 
 
 def _engine(bench: Stopwatch, budget: float) -> None:
-    """Each thing's own budget. The engine's groups are of this process alone."""
+    """Measure the engine, each job with its own budget; its process groups hold this process
+    alone."""
     from shardwright.calibrate.layer_benchmarks import measure_engine, measure_short_layers
     from shardwright.engines.trainer_protocol import engine_runtime
     from shardwright.plan.plan import load_plan

@@ -1,4 +1,4 @@
-"""Seconds of work on the device, and how a process keeps what it timed."""
+"""Time kernels and collectives on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from shardwright.parallel.model_loading import DTYPES
 
 
 class Stopwatch:
-    """One process's. timed: what it has found so far; left_out: what it could not."""
+    """Time one process's work.
+
+    timed: results so far.
+    skipped: what could not be measured.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -30,7 +34,8 @@ class Stopwatch:
         self.deadline = Deadline(job.seconds)
 
     def now(self) -> float:
-        """When all that was launched is done. On a CPU with one thread the process's own time."""
+        """Return the time once the device is idle; on a CPU with one thread, the process's CPU
+        time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.process_time() if self.job.uses_cpu_time else time.perf_counter()
@@ -43,40 +48,39 @@ class Stopwatch:
     def time(
         self, what: str, sizes: dict[str, int], run: Callable[[], object], budget: float
     ) -> float:
-        """The least seconds of it."""
-        (found,) = time_repeatedly(lambda: [self.seconds(run)], budget)
-        self.keep(what, sizes, found)
-        return min(found)
+        """Time a case, and return the least seconds."""
+        (seconds,) = time_repeatedly(lambda: [self.seconds(run)], budget)
+        self.keep(what, sizes, seconds)
+        return min(seconds)
 
-    def keep(self, what: str, sizes: dict[str, int], found: Sequence[float]) -> None:
-        self.timed.append(Timing(what=what, sizes=sizes, seconds=tuple(found)))
+    def keep(self, what: str, sizes: dict[str, int], seconds: Sequence[float]) -> None:
+        self.timed.append(Timing(what=what, sizes=sizes, seconds=tuple(seconds)))
 
     def attempt(self, what: str, run: Callable[[], None]) -> None:
-        """A thing that this machine has no memory or no kernel for costs that thing alone."""
+        """Run a case; where the machine lacks memory or a kernel, skip only this case."""
         try:
             run()
-        except Exception as error:  # whatever torch, transformers or an engine raise
+        except Exception as error:  # torch, transformers and engines may raise anything
             cause = " ".join(str(error).split())[:200] or type(error).__name__
             self.skipped.append(f"{what}: {type(error).__name__}: {cause}")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
-# Single kernels: products, attention, copies in memory, Adam, and copies between the host and its
-# GPU.
+# Kernels: matrix products, attention, memory traffic, Adam, and copies between host and GPU.
 
 
 TRAFFIC_BYTES = {"cpu": 64 * 2**20, "cuda": 2 * 2**30}
-"""Beyond every cache."""
+"""Larger than every cache."""
 ADAM_PARAMETERS = {"cpu": 4_000_000, "cuda": 100_000_000}
 HOST_PARAMETERS = 50_000_000
 COPY_BYTES = 256 * 2**20
 LONGEST_CPU_SECONDS = 2.0
-"""Of one attention on a CPU; a length that would take longer is not begun."""
+"""Longest attention on a CPU (s); a length that would take longer is skipped."""
 
 
 def measure_kernels(bench: Stopwatch, seconds: float) -> None:
-    """seconds: for all of them."""
+    """Time all kernels within `seconds`."""
     job, kind = bench.job, bench.device.type
     dtype = DTYPES[job.precision]
     each = seconds / 2 / max(1, len(job.products))
@@ -105,8 +109,8 @@ def _product(bench: Stopwatch, m: int, n: int, k: int, dtype: torch.dtype, budge
 
 
 def _attention(bench: Stopwatch, dtype: torch.dtype, budget: float) -> None:
-    """Fused causal attention, forward. A CPU has one head, and stops where the next length would
-    take too long."""
+    """Time fused causal attention, forward. A CPU uses one head, and stops before a length that
+    would take too long."""
     is_cpu, width = bench.job.is_cpu, bench.job.head_dim
     heads = 1 if is_cpu else bench.job.heads
     for length in bench.job.attention:
@@ -124,7 +128,7 @@ def _attention(bench: Stopwatch, dtype: torch.dtype, budget: float) -> None:
 
 
 def _traffic(bench: Stopwatch, size: int, budget: float) -> None:
-    """a += b: two reads and a write."""
+    """Time a += b: two reads and a write."""
     a, b = (torch.zeros(size // 4, device=bench.device) for _ in range(2))
     bench.time("traffic", {"bytes": 3 * size}, lambda: a.add_(b), budget)
 
@@ -132,8 +136,8 @@ def _traffic(bench: Stopwatch, size: int, budget: float) -> None:
 def _adam(
     bench: Stopwatch, what: str, parameters: int, device: torch.device, budget: float
 ) -> None:
-    """torch's fused Adam of float32 masters, for what engines have instead of it does the same on
-    the same memory."""
+    """Time torch's fused Adam on fp32 masters; the engines' own optimizers have the same memory
+    traffic."""
     weight = torch.nn.Parameter(torch.zeros(parameters, device=device))
     weight.grad = torch.full_like(weight, 1e-3)
     optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
@@ -141,7 +145,7 @@ def _adam(
 
 
 def _copies(bench: Stopwatch, budget: float) -> None:
-    """From pinned memory to the device, and back."""
+    """Time copies from pinned memory to the device, and back."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=bench.device)
     for run in (
@@ -151,34 +155,32 @@ def _copies(bench: Stopwatch, budget: float) -> None:
         bench.time("pinned copy", {"bytes": COPY_BYTES}, run, budget / 2)
 
 
-# Collectives over groups of ranks, by size, and how much of one hides behind computing.
-#
-# A collective is timed by what it adds to ranks that compute, as in training: they do not arrive at
-# the same time, the data is in another cache, and ranks that share a core have to be woken.
+# Collectives over groups of ranks, by size, and how much of one overlaps with compute. A collective
+# is timed by what it adds to ranks that compute: in training, ranks arrive at different times and
+# caches hold other data.
 
 
 SIZES = {"cpu": (4096, 65_536, 1 << 20, 1 << 23), "cuda": (4096, 65_536, 1 << 20, 1 << 24, 1 << 28)}
 LEAST, MOST = 4, 30
 OVERLAPPED_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 PRODUCT = {"cpu": 384, "cuda": 4096}
-"""Rows of the square matrices that are multiplied between collectives."""
+"""Rows of the square matrices multiplied between collectives."""
 BETWEEN, IN_A_ROW = 2, 4
-"""Products before a collective; collectives that are timed at once."""
+"""Products before a collective; collectives timed at once."""
 LEAST_SECONDS = 1e-7
 
 
 def group_sizes(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Of groups that are timed: powers of two, a whole node, and all."""
+    """Return the group sizes to time: powers of two, a full node, and all ranks."""
     powers = [2**i for i in range(1, 12) if 2**i <= ranks]
     return tuple(sorted({*powers, *(n for n in (ranks_per_node, ranks) if n > 1)}))
 
 
 def measure_collectives(bench: Stopwatch, rendezvous_file: Path, seconds: float) -> None:
-    """Every rank makes the same calls. The rank with most seconds decides when a size is done, so
-    that nobody is left alone in a collective.
+    """Time all-reduces; every rank makes the same calls, and rank 0 decides when a size is done.
 
-    meeting: a file, made here, through which the ranks of this machine find one another. A port
-    that was free when the ranks started may since be one of the engine's hundred.
+    rendezvous_file: created here; ranks meet through it, as a free port might be taken by the
+        engine.
     """
     job, kind, rank = bench.job, bench.device.type, int(os.environ["RANK"])
     timeout = timedelta(seconds=120 + 4 * seconds)
@@ -192,11 +194,11 @@ def measure_collectives(bench: Stopwatch, rendezvous_file: Path, seconds: float)
         group = dist.new_group(list(range(ranks)))
         for size in SIZES[kind]:
             tensor = torch.zeros(size // 4, device=bench.device)
-            found = _timed(bench, deadline.share(left), tensor, group, member=rank < ranks)
+            timings = _timed(bench, deadline.share(left), tensor, group, member=rank < ranks)
             left -= 1
             if rank == 0:
                 where = {"bytes": size, "ranks": ranks, "ranks_per_node": job.ranks_per_node}
-                bench.keep("all-reduce", where, found)
+                bench.keep("all-reduce", where, timings)
     _overlap(bench)
     dist.barrier()
     dist.destroy_process_group()
@@ -210,14 +212,17 @@ def _timed(
     *,
     member: bool,
 ) -> list[float]:
-    """Seconds that one collective adds to the computing before it, the mean over the group's ranks.
-    As many repeats on every rank: rank 0 says whether there is another."""
+    """Return the seconds that one collective adds to the compute before it, averaged over the
+    group's ranks.
+
+    Every rank runs as many repeats as rank 0 decides.
+    """
     computing: list[float] = []
     together: list[float] = []
     ends = time.monotonic() + budget
-    again = torch.ones(1, device=bench.device)
+    repeat = torch.ones(1, device=bench.device)
     compute = _products(bench, BETWEEN)
-    while again.item():
+    while repeat.item():
         if member:
             dist.barrier(group=group)
             began = _wall(bench)
@@ -229,8 +234,8 @@ def _timed(
                 dist.all_reduce(tensor, group=group)
             computing.append((halfway - began) / IN_A_ROW)
             together.append((_wall(bench) - halfway) / IN_A_ROW)
-        again.fill_(len(together) <= LEAST or (time.monotonic() < ends and len(together) <= MOST))
-        dist.broadcast(again, src=0)
+        repeat.fill_(len(together) <= LEAST or (time.monotonic() < ends and len(together) <= MOST))
+        dist.broadcast(repeat, src=0)
     if not member:
         return []
     means = torch.tensor([computing[1:], together[1:]], dtype=torch.float64, device=bench.device)
@@ -252,7 +257,7 @@ def _products(bench: Stopwatch, count: int) -> Callable[[], None]:
 
 
 def _wall(bench: Stopwatch) -> float:
-    """A rank that waits for another uses no time of its own."""
+    """Return wall time: a rank that waits for another uses no CPU time."""
     if bench.device.type == "cuda":
         torch.cuda.synchronize(bench.device)
     return time.perf_counter()

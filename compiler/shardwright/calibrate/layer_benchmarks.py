@@ -1,9 +1,7 @@
-"""Real layers of the model, one at a time, as a rank of a tensor group has them: forward, backward,
-and what is kept.
+"""Time the model's layers one by one on a tensor rank: forward, backward and saved activations.
 
-The group is torch's fake one, whose collectives do nothing: what they take is measured apart.
-Between layers the graph of the backward pass is cut, as a pipeline cuts it, so that each layer's
-passes are timed alone.
+The process group is torch's fake one, whose collectives do nothing; they are timed separately. The
+backward graph is cut between layers, as in a pipeline, so that each layer is timed alone.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.literal_types import Checkpointing
 
 NEVER_LEFT_OUT = 2
-"""Micro-batches that are timed however late it is: a line needs two."""
+"""Micro-batches that are timed even without time left: a line needs two."""
 
 
 def measure_layers(bench: Stopwatch, job: LayerJob, seconds: float) -> None:
-    """Every micro-batch without recomputation first: the other checkpointings add to these."""
+    """Time every micro-batch without checkpointing first; other modes add to these."""
     with fake_process_group(job.tensor) as group:
         rig = LayerRunner(Path(job.folder), bench, group)
         every = [(size, "none") for size in job.micro_batches]
@@ -78,7 +76,7 @@ def _one(
 
 @contextmanager
 def fake_process_group(degree: int) -> Iterator[dist.ProcessGroup]:
-    """A world of so many ranks of which this is the first."""
+    """Open a fake process group of `degree` ranks, of which this is the first."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
@@ -91,8 +89,8 @@ def fake_process_group(degree: int) -> Iterator[dist.ProcessGroup]:
 
 
 class LayerRunner:
-    """The model of a compiled folder, cut for the first tensor rank and filled with random
-    numbers."""
+    """Build the model of a compiled folder, split for the first tensor rank, with random
+    weights."""
 
     def __init__(self, folder: Path, bench: Stopwatch, group: dist.ProcessGroup) -> None:
         self.bench, self.plan = bench, load_plan(folder)
@@ -136,7 +134,7 @@ class LayerRunner:
                     module.__dict__["forward"] = forward
 
     def launch_seconds(self) -> float:
-        """Of the host, for a forward pass of one layer on a GPU that has nothing to do."""
+        """Return the host seconds that launching one layer's forward takes on an idle GPU."""
         ids = torch.zeros(
             (1, self.plan.training.sequence_length), dtype=torch.long, device=self.bench.device
         )
@@ -148,8 +146,11 @@ class LayerRunner:
         return time.perf_counter() - began
 
     def once(self, micro_batch: int, *, counts: bool) -> list[tuple[float, float, int]]:
-        """Once through: (forward seconds, backward seconds, kept bytes) of the embedding, each
-        layer and the head. counts: the bytes, which takes time of its own."""
+        """Run once; return (forward seconds, backward seconds, saved bytes) of the embedding, each
+        layer and the head.
+
+        counts: whether to count the bytes, which takes time.
+        """
         length, device = self.plan.training.sequence_length, self.bench.device
         ids = torch.randint(
             3, self.plan.model.vocabulary_size - 1, (micro_batch, length), device=device
@@ -159,16 +160,16 @@ class LayerRunner:
         own = {
             t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())
         }
-        state, cuts, found = State(hidden=ids), [], []
+        state, cuts, timings = State(hidden=ids), [], []
 
         def forward(
-            run: Callable[[], State | torch.Tensor], given: torch.Tensor | None
+            run: Callable[[], State | torch.Tensor], entering: torch.Tensor | None
         ) -> State | torch.Tensor:
-            seen: dict[int, int] = {}
-            if given is not None:
-                _count_storage(given, seen, own)
+            saved: dict[int, int] = {}
+            if entering is not None:
+                _count_storage(entering, saved, own)
             watch = (
-                saved_tensors_hooks(lambda t: _count_storage(t, seen, own), lambda t: t)
+                saved_tensors_hooks(lambda t: _count_storage(t, saved, own), lambda t: t)
                 if counts
                 else nullcontext()
             )
@@ -179,24 +180,24 @@ class LayerRunner:
                 self.bench.now() - began,
                 out.hidden if isinstance(out, State) else out,
             )
-            cuts.append((given, hidden, seconds, sum(seen.values())))
+            cuts.append((entering, hidden, seconds, sum(saved.values())))
             return out
 
         state = _state(forward(lambda: self.skeleton.embed(ids, None), None))
         for index in range(len(self.skeleton.layers)):
-            given = state.hidden.detach().requires_grad_()
-            entered = replace(state, hidden=given)
-            state = _state(forward(lambda i=index, s=entered: self.skeleton.decode(i, s), given))  # type: ignore[misc]
-        given = state.hidden.detach().requires_grad_()
-        entered = replace(state, hidden=given)
-        forward(lambda s=entered: self.loss(self.skeleton.head(s), ids), given)  # type: ignore[misc]
+            entering = state.hidden.detach().requires_grad_()
+            entered = replace(state, hidden=entering)
+            state = _state(forward(lambda i=index, s=entered: self.skeleton.decode(i, s), entering))  # type: ignore[misc]
+        entering = state.hidden.detach().requires_grad_()
+        entered = replace(state, hidden=entering)
+        forward(lambda s=entered: self.loss(self.skeleton.head(s), ids), entering)  # type: ignore[misc]
         gradient: torch.Tensor | None = None
-        for given_, out, seconds, kept in reversed(cuts):
+        for entered_, out, seconds, saved_bytes in reversed(cuts):
             began = self.bench.now()
             torch.autograd.backward([out], [gradient] if gradient is not None else None)
-            found.append((seconds, self.bench.now() - began, kept))
-            gradient = None if given_ is None else given_.grad
-        return found[::-1]
+            timings.append((seconds, self.bench.now() - began, saved_bytes))
+            gradient = None if entered_ is None else entered_.grad
+        return timings[::-1]
 
 
 def _state(out: State | torch.Tensor) -> State:
@@ -208,16 +209,16 @@ def _loss(plan: Plan, group: dist.ProcessGroup) -> CausalLoss:
     return CausalLoss(group, 0) if plan.tensor_parallel.vocabulary_sizes else CausalLoss()
 
 
-def _count_storage(tensor: torch.Tensor, seen: dict[int, int], own: set[int]) -> torch.Tensor:
-    """What autograd keeps of a layer, once a storage; weights and tables are there anyway."""
+def _count_storage(tensor: torch.Tensor, saved: dict[int, int], own: set[int]) -> torch.Tensor:
+    """Count a saved tensor's storage once, unless it belongs to weights or buffers."""
     storage = tensor.untyped_storage()
     if storage._cdata not in own:
-        seen[storage._cdata] = storage.nbytes()
+        saved[storage._cdata] = storage.nbytes()
     return tensor
 
 
-# What the engine itself takes: whole steps of its own trainer on one rank, with one decoder layer
-# and with two, one micro-batch and three, of rows so short that little else is in them.
+# The engine's own time: steps of its trainer on one rank, with one and two decoder layers, one and
+# three micro-batches, and very short sequences.
 
 
 RATE = 1e-5
@@ -225,8 +226,8 @@ LAUNCHES = 10
 
 
 def measure_short_layers(bench: Stopwatch, folder: Path, seconds: float) -> None:
-    """The same short rows through the layers without an engine: what is not the engine's own. On a
-    GPU also how long the host takes to launch a layer."""
+    """Time the layers without an engine on the same short sequences, and on a GPU the host's time
+    to launch a layer."""
     with fake_process_group(1) as group:
         rig = LayerRunner(folder, bench, group)
         for place, found in enumerate(
@@ -238,8 +239,8 @@ def measure_short_layers(bench: Stopwatch, folder: Path, seconds: float) -> None
 
 
 def measure_engine(bench: Stopwatch, job: EngineJob, seconds: float) -> None:
-    """Groups of one rank exist. Each process has a copy of the folder: building a model writes into
-    it."""
+    """Time the engine's steps in process groups of one rank; each process copies the folder, as
+    building a model writes to it."""
     for compiled in map(Path, job.folders):
         folder = compiled.with_name(f"{compiled.name}-{os.getpid()}")
         shutil.copytree(compiled, folder)

@@ -1,5 +1,4 @@
-"""`shardwright tune`: the best layouts of a plan, and what one would run today, each run for a few
-steps."""
+"""Tune: run the best layouts of a plan and the baselines for a few steps each."""
 
 from __future__ import annotations
 
@@ -40,12 +39,11 @@ from shardwright.utils.json_lines import read_json_lines
 from shardwright.utils.programs import shardwright_command
 
 WARM_UP_STEPS = 3
-"""As train/training_metrics.py leaves them out."""
+"""Steps left out of the measurement, as in train/training_metrics.py."""
 REMAINING_STEPS = 1_000_000
-"""That a run has still before it when it is ended: its last step would save a checkpoint."""
+"""Steps still left when a run is stopped, as the last step would save a checkpoint."""
 LAUNCH_SECONDS, MAX_SLOWDOWN = 900, 50
-"""For a launch, and how many times slower than predicted its steps may be, before it is given
-up."""
+"""Time limit of a launch (s), and of a step as a multiple of the prediction."""
 LOOK_SECONDS = 0.2
 END_SECONDS = 30
 _PEAK = re.compile(r"peak memory ([0-9.]+) GiB")
@@ -54,8 +52,12 @@ ProgressCallback = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTrial:
-    """predicted_seconds: as the plan has it. run: None where it did not run; why says so. today:
-    what one would run without a plan."""
+    """Hold one layout's trial.
+
+    predicted_seconds: the plan's step time (s).
+    is_baseline: whether it is a ZeRO baseline.
+    run: None where it did not run, as `why` says.
+    """
 
     estimate: Estimate
     predicted_seconds: float
@@ -70,7 +72,7 @@ class LayoutTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """tried: as the plan ranks them, today's last where they are outside the pins."""
+    """Hold all trials, as the plan ranks them; baselines outside the pins come last."""
 
     problem: Problem
     trials: tuple[LayoutTrial, ...]
@@ -91,12 +93,17 @@ def tune(
     report_progress: ProgressCallback,
     parent: Path | None = None,
 ) -> TuningResult:
-    """parent: where the runs' folders are made, each of them gone when its run is over. Raises
-    Refusal: what the recipe is refused for; SW5503 no layout ran."""
+    """Run the best layouts of a recipe.
+
+    parent: folder for the runs' temporary folders.
+    Raises what the recipe is refused for, and SW5503 (no layout ran).
+    """
     problem, _ = resolve_recipe(recipe)
     rows = layouts_to_try(problem, top)
     if not rows:
-        raise refusal("SW5503", "no layout of the recipe can run", "`shardwright plan` says why.")
+        raise refusal(
+            "SW5503", "no layout of the recipe can run", "Run `shardwright plan` for the reasons."
+        )
     trials = []
     for place, (estimate, is_baseline) in enumerate(rows, start=1):
         report_progress(f"{place} of {len(rows)}: {estimate.strategy.describe()}")
@@ -110,14 +117,14 @@ def tune(
     if not runs:
         why = f"none of {len(rows)} layouts ran: {trials[0].why}"
         raise refusal(
-            "SW5503", why, "`shardwright compile` and `run` of the recipe show it in full."
+            "SW5503", why, "Run `shardwright compile` and `run` of the recipe for the full output."
         )
     return TuningResult(problem=problem, trials=tuple(trials), found=add_runs(problem, runs))
 
 
 def layouts_to_try(problem: Problem, top: int) -> list[tuple[Estimate, bool]]:
-    """(layout, whether it is today's), each once: the best of the search, then those of today that
-    can run."""
+    """Return (layout, whether it is a baseline), each once: the search's best, then the baselines
+    that can run."""
     is_baseline = {e.strategy: e for e in baselines(problem)}
     best = {e.strategy: e for e in search(problem).ranked[:top]}
     return [
@@ -172,7 +179,7 @@ def _figures(
 
 
 def step_seconds_figure(seconds: Sequence[float]) -> MeasuredValue:
-    """The median, as run/summary.json has it."""
+    """Return the median, as in run/summary.json."""
     middle = statistics.median(seconds)
     if len(seconds) == 1:
         return MeasuredValue(value=middle, n=1, spread=0.0)
@@ -181,7 +188,8 @@ def step_seconds_figure(seconds: Sequence[float]) -> MeasuredValue:
 
 
 def recipe_for(recipe: Recipe, s: Layout, steps: int) -> Recipe:
-    """The recipe with this layout for a few steps: no validation, no checkpoint, nobody told."""
+    """Return the recipe with this layout for a few steps, without validation, checkpoints or
+    tracking."""
     pins = {axis.name: getattr(s, axis.name) for axis in AXES if axis.section == "parallelism"}
     constant = dataclasses.replace(
         recipe.training.scheduler,
@@ -212,8 +220,11 @@ def recipe_for(recipe: Recipe, s: Layout, steps: int) -> Recipe:
 
 
 def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], int | None, str]:
-    """`shardwright run`, ended after so many steps: (their seconds, peak bytes, why there are not
-    enough). An interrupt ends the run and is raised again."""
+    """Run `shardwright run` and stop it after `steps`; return (step seconds, peak bytes, why there
+    are too few steps).
+
+    An interrupt ends the run and is raised again.
+    """
     with (out.parent / "output").open("w+b") as output:
         process = subprocess.Popen(
             shardwright_command("run", str(out), "--resume", "never"),
@@ -255,12 +266,17 @@ def _cause(text: str, code: int | None) -> str:
 
 
 def add_runs(problem: Problem, runs: Sequence[RunMeasurement]) -> Measurements:
-    """What the recipe's own file says, with these runs in the place of earlier ones of the same
-    layouts. Figures of another model are left behind, the constants are not."""
+    """Return the recipe's measurements with these runs in place of earlier ones of the same
+    layouts.
+
+    Measurements of a different model are dropped, the constants kept.
+    """
     recipe, graph = problem.recipe, problem.graph
-    measured, whole = recipe.cluster.measured, calibration_for(recipe, graph)
+    measured, calibration = recipe.cluster.measured, calibration_for(recipe, graph)
     fresh = [run.pins for run in runs]
-    earlier = [] if whole is None else [run for run in whole.runs if run.pins not in fresh]
+    earlier = (
+        [] if calibration is None else [run for run in calibration.runs if run.pins not in fresh]
+    )
     return Measurements(
         kind=KIND,
         version=VERSION,
@@ -269,8 +285,8 @@ def add_runs(problem: Problem, runs: Sequence[RunMeasurement]) -> Measurements:
         target=recipe.target,
         sequence_length=recipe.training.sequence_length,
         constants=measured.found.constants if measured else {},
-        layers=whole.layers if whole else (),
-        engine=whole.engine if whole else (),
+        layers=calibration.layers if calibration else (),
+        engine=calibration.engine if calibration else (),
         samples=measured.found.samples if measured else (),
         runs=(*earlier, *runs),
     )

@@ -1,6 +1,4 @@
-"""What the parent tells its measuring processes, and what they tell it: JSON files in a folder of
-its own.
-"""
+"""Exchange jobs and results with measuring processes, as JSON files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -20,19 +18,18 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import Checkpointing, Precision
 from shardwright.utils.json_records import read_record
 
-# What is worth measuring for a recipe: what its search would ask about, the likeliest layouts
-# first.
+# The measurement plan: what the recipe's search needs, the likeliest layouts first.
 
 
 MOST_PRODUCTS = 24
 MOST_TOKENS = 65_536
-"""Of a micro-batch that is timed: a larger one is on the same line."""
+"""Largest micro-batch that is timed (tokens): larger ones lie on the same line."""
 ATTENTION_LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShape:
-    """(m, k) by (k, n)."""
+    """Describe a matrix product (m, k) by (k, n)."""
 
     m: int
     n: int
@@ -41,8 +38,7 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCases:
-    """The model's layers at one tensor degree. Micro-batches in the order in which they are worth
-    their time."""
+    """List what to measure of the layers at one tensor degree; micro-batches in order of value."""
 
     tensor: int
     micro_batches: tuple[int, ...]
@@ -51,7 +47,10 @@ class LayerCases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementPlan:
-    """places: in graph.layers, of the decoder layers that stand for their kind."""
+    """List what to measure.
+
+    places: indices in graph.layers of one decoder layer of each kind.
+    """
 
     products: tuple[ProductShape, ...]
     attention: tuple[int, ...]
@@ -61,7 +60,10 @@ class MeasurementPlan:
 
 
 def measurement_plan(problem: Problem, ranked: Sequence[Estimate]) -> MeasurementPlan:
-    """ranked: the search's, best first."""
+    """Plan the measurements.
+
+    ranked: the search's layouts, best first.
+    """
     strategies = [estimate.strategy for estimate in ranked]
     degrees = list(dict.fromkeys(s.tensor for s in strategies)) or [1]
     shapes = model_shapes(problem.graph, 1)
@@ -84,16 +86,16 @@ def measurement_plan(problem: Problem, ranked: Sequence[Estimate]) -> Measuremen
 def _layers(problem: Problem, strategies: Sequence[Layout], tensor: int) -> LayerCases:
     longest = max(1, MOST_TOKENS // problem.recipe.training.sequence_length)
     sizes = {min(s.micro_batch_size, longest) for s in strategies} or {1}
-    kept = tuple(dict.fromkeys(s.checkpointing for s in strategies if not s.sequence_parallel))
+    modes = tuple(dict.fromkeys(s.checkpointing for s in strategies if not s.sequence_parallel))
     return LayerCases(
         tensor=tensor,
         micro_batches=pick_micro_batch_sizes(sizes),
-        checkpointing=("none", *(k for k in kept if k != "none")),
+        checkpointing=("none", *(mode for mode in modes if mode != "none")),
     )
 
 
 def pick_micro_batch_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Four at most: the ends first, for a line needs two, then what lies between them."""
+    """Return at most four sizes: both ends first, as a line needs two, then sizes between them."""
     ordered = sorted(set(sizes))
     if len(ordered) <= 2:
         return tuple(ordered)
@@ -102,7 +104,7 @@ def pick_micro_batch_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _products(problem: Problem, strategies: Sequence[Layout]) -> Iterable[ProductShape]:
-    """Of a decoder layer and of the head, as the ranks of these layouts run them."""
+    """Yield the products of a decoder layer and of the head, as these layouts' ranks run them."""
     recipe, graph = problem.recipe, problem.graph
     for s in strategies:
         shapes, m = (
@@ -119,8 +121,12 @@ JOB = "job.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerJob:
-    """folder: compiled, of the model's kinds of layers at this tensor degree. places: in the whole
-    model's graph, of the copy's decoder layers in their order; last: of the head."""
+    """Describe layers to measure.
+
+    folder: compiled, with the model's kinds of layers at this tensor degree.
+    places: indices in the full model's graph of the copy's decoder layers.
+    last: index of the head.
+    """
 
     folder: str
     tensor: int
@@ -132,8 +138,11 @@ class LayerJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """folders: compiled, with short rows; of one decoder layer and of two, of one micro-batch and
-    of several."""
+    """Describe engine steps to measure.
+
+    folders: compiled with short sequences, for one and two decoder layers, one and several
+        micro-batches.
+    """
 
     zero_stage: int
     folders: tuple[str, ...]
@@ -141,8 +150,13 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """seconds: to measure for, after the imports. ranks_per_node: processes on each node.
-    uses_cpu_time: a process has one thread, whose own time no other work on the machine is in."""
+    """Describe all measurements.
+
+    seconds: time to measure, after imports.
+    ranks_per_node: processes on each node.
+    uses_cpu_time: whether to use the process's CPU time, which leaves out other work on the
+        machine.
+    """
 
     is_cpu: bool
     precision: Precision
@@ -168,8 +182,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds (or bytes, where `what` says so) of one thing, each repeat. sizes: what tells it from
-    others."""
+    """Hold the seconds (or bytes, where `what` says so) of each repeat.
+
+    sizes: sizes that identify the case.
+    """
 
     what: str
     sizes: Mapping[str, int]
@@ -178,7 +194,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessResult:
-    """By one process. left_out: what could not be measured, and why."""
+    """Hold one process's results.
+
+    skipped: what could not be measured, and why.
+    """
 
     device: str
     timed: tuple[Timing, ...]
@@ -200,7 +219,7 @@ class ProcessResult:
         )
 
 
-# What a file of measurements says of the machine.
+# Description of the machine.
 
 
 def cpu_name() -> str:
@@ -212,8 +231,8 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    installed = {}
     for name in ("shardwright", "torch", "deepspeed", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed

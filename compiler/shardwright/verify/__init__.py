@@ -1,2 +1,1 @@
-"""`shardwright verify R`: does the layout compute what one process computes? Tried on a tiny copy,
-on this machine."""
+"""Compare a layout with one process on a tiny copy of the model (`shardwright verify`)."""

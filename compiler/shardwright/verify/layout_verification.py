@@ -1,6 +1,4 @@
-"""Compile, launch, compare: the tiny copy under the real launcher against one plain process of the
-same weights.
-"""
+"""Compile and launch the tiny copy, and compare it with one plain process from the same weights."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ if TYPE_CHECKING:
 
     from shardwright.verify.reference_run import Reference, Rows
 
-# What was compared, how far it was off, and the limits (the same as of the project's own
-# proofs).
+# Comparisons and their limits (those of the project's own proofs).
 
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5, 1e-12
@@ -69,8 +66,11 @@ LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5,
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """worst: the largest difference (utils/numeric_difference.py: infinite, never NaN), in the unit
-    that `what` names; it passes up to limit."""
+    """Hold one comparison; it passes where worst <= limit.
+
+    worst: largest difference (utils/numeric_difference.py: infinite, never NaN).
+    what: the unit.
+    """
 
     name: str
     what: str
@@ -84,8 +84,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationResult:
-    """model: the tiny one. layout, verified: recipe key names, of the recipe's own and of the tiny
-    layout."""
+    """Hold the result of a verification.
+
+    architecture, parameters: of the tiny model.
+    layout: the recipe's layout, by recipe keys.
+    verified: the tiny layout.
+    """
 
     architecture: str
     parameters: int
@@ -101,16 +105,19 @@ class VerificationResult:
 
 DROPOUT = "dropout"
 LAUNCH_SECONDS = 600
-"""A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine,
-hangs."""
+"""Time limit of a launch (s): a tiny model takes half a minute."""
 ProgressCallback = Callable[[str], None]
 Row = dict[str, float | None]
-"""A line of metrics.jsonl; None where a value is not finite."""
+"""A line of metrics.jsonl, None where a value is not finite."""
 
 
 def verify_recipe(recipe: Recipe, report_progress: ProgressCallback) -> VerificationResult:
-    """say: told each stage as it begins. Raises Refusal: what compile says of the recipe; SW5402
-    the model has no tiny copy; SW5403 the tiny run does not finish (its folder is kept)."""
+    """Verify a recipe's layout.
+
+    report_progress: called as each stage starts.
+    Raises what compile raises, SW5402 (the model has no tiny copy), SW5403 (the tiny run does not
+    finish; its folder is kept).
+    """
     began = time.monotonic()
     graph, strategy = _planned(recipe)
     small = tiny_copy.tiny_strategy(strategy)
@@ -146,15 +153,13 @@ def verify_recipe(recipe: Recipe, report_progress: ProgressCallback) -> Verifica
 
 
 def _planned(recipe: Recipe) -> tuple[ModelGraph, Layout]:
-    """The layout that `compile` would take."""
+    """Return the layout that `compile` would choose."""
     if recipe.model.trust_remote_code is not None:
         raise refusal(
             "SW5402",
-            "a model with code of its own has no tiny copy here",
-            (
-                "`verify` shrinks transformers' own types. Compile a small recipe for `gpu: cpu` "
-                "and run that."
-            ),
+            "a model with its own Python code has no tiny copy",
+            "`verify` shrinks only transformers' own types. Compile a small recipe for "
+            "`gpu: cpu` and run that.",
             ("model", "trust_remote_code"),
         )
     cluster = resolve_cluster(recipe.cluster)
@@ -167,8 +172,8 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Layout]:
 def _prepare(
     recipe: Recipe, graph: ModelGraph, strategy: Layout, small: Layout, folder: Path
 ) -> tuple[Reference, Plan, Rows | None]:
-    """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of
-    them, and the rows that are held out."""
+    """Write the tiny model, its data and its compiled folder `out`; return (reference run, plan,
+    held-out sequences)."""
     from transformers import AutoConfig
 
     from shardwright.data.data_preparation import prepare
@@ -215,17 +220,17 @@ def _prepare(
         freeze,
     )
     plan = _compiled(graph, document, folder)
-    plain = loaded(folder / tiny_copy.MODEL, plan.model.attention)
+    reference = loaded(folder / tiny_copy.MODEL, plan.model.attention)
     balance = plan.model.router_aux_loss
     if isinstance(data, Tokens):
         blocks = [data.rows(step * batch, (step + 1) * batch) for step in range(tiny_copy.STEPS)]
         held_out_rows = (
             held_out.rows(0, len(held_out.ids)) if isinstance(held_out, Tokens) else None
         )
-    else:  # what is packed with what, `prepare` decides
+    else:  # `prepare` decides the packing
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress
             prepare(plan, folder / "out", limit_bytes=None)
-        opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent_rope(plain))
+        opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent_rope(reference))
         blocks = [
             separate_sequences(opened.train.read(opened.order.indices(step)), padded=padded)
             for step in range(1, tiny_copy.STEPS + 1)
@@ -236,9 +241,9 @@ def _prepare(
             if rows is None
             else separate_sequences(rows.read(np.arange(len(rows))), padded=padded)
         )
-    _freeze_and_adapt(plain, plan, recipe, freeze)
+    _freeze_and_adapt(reference, plan, recipe, freeze)
     expected = train(
-        plain,
+        reference,
         blocks,
         lr=tiny_copy.LR,
         betas=tiny_copy.BETAS,
@@ -251,12 +256,12 @@ def _prepare(
         every=tiny_copy.EVERY,
         balance=None
         if balance is None
-        else ReferenceAuxLoss(plain, balance.coefficient, balance.affinity),
+        else ReferenceAuxLoss(reference, balance.coefficient, balance.affinity),
     )
     if recipe.lora is not None:
         scale = recipe.lora.alpha / min(recipe.lora.rank, tiny_copy.RANK)
         expected = dataclasses.replace(
-            expected, weights=merge_reference_lora(plain, expected.weights, scale)
+            expected, weights=merge_reference_lora(reference, expected.weights, scale)
         )
     return expected, plan, held_out_rows
 
@@ -266,16 +271,15 @@ def _configuration(document: JsonObject) -> PretrainedConfig:
 
     from shardwright.models.config_schema import decode_special_floats
 
-    whole = dict(decode_special_floats(dict(document)))
-    config: PretrainedConfig = AutoConfig.for_model(whole.pop("model_type"), **whole)
+    values = dict(decode_special_floats(dict(document)))
+    config: PretrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
     return config
 
 
 def _tiny_model(
     graph: ModelGraph, strategy: Layout, folder: Path, sequence_length: int
 ) -> tuple[int, tuple[str, ...]]:
-    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its
-    vocabulary, and its parameters' names."""
+    """Write the tiny model to `folder`; return its vocabulary size and parameter names."""
     import torch
     from transformers.utils import logging
 
@@ -283,33 +287,33 @@ def _tiny_model(
     from shardwright.models.tiny_config import has_every_layer_kind
 
     of_copy = (graph.config, strategy, sequence_length)
-    logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
+    logging.set_verbosity_error()  # transformers warns about tiny configurations
     logging.disable_progress_bar()
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     try:
-        config, whole = (_configuration(c) for c in (tiny_copy.tiny_config(*of_copy), graph.config))
+        configs = (tiny_copy.tiny_config(*of_copy), graph.config)
+        config, full = (_configuration(c) for c in configs)
         with torch.device("meta"):
-            kept = has_every_layer_kind(task_of(whole).build(whole), task_of(config).build(config))
-        if not kept:
+            models = (task_of(full).build(full), task_of(config).build(config))
+        if not has_every_layer_kind(*models):
             config = _configuration(tiny_copy.tiny_config(*of_copy, depth=False))
         torch.manual_seed(tiny_copy.SEED)
         model = task_of(config).build(config)
         with torch.no_grad():
-            for (
-                parameter
-            ) in model.parameters():  # no bias is zero and no norm one: each of them has to count
+            # Zero biases and unit norms would hide errors.
+            for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         model.save_pretrained(folder / tiny_copy.MODEL)
         config.save_pretrained(folder / tiny_copy.MODEL)
-    except Exception as error:  # whatever a type's own code raises at this size
+    except Exception as error:  # a type's code may raise anything at this size
         raise _no_copy(graph, f"{type(error).__name__}: {error}") from None
     names = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
     return int(config.get_text_config().vocab_size), names
 
 
 def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = "out") -> Plan:
-    """The recipe `document`, written and compiled to the folder `out` in `folder`."""
+    """Write the recipe `document` and compile it to the folder `out` in `folder`."""
     recipe = folder / f"recipe-{out}.json"
     recipe.write_text(json.dumps(document, indent=1), encoding="utf-8")
     try:
@@ -322,8 +326,8 @@ def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = 
 
 
 def _freeze_and_adapt(model: nn.Module, plan: Plan, recipe: Recipe, freeze: Sequence[str]) -> None:
-    """In place, by the recipe and the model alone: whatever the plan and peft make of them is
-    compared with it."""
+    """Freeze and adapt the model in place, by the recipe alone, independently of the plan and
+    peft."""
     from shardwright.verify.reference_run import add_reference_lora
 
     for name, parameter in model.named_parameters():
@@ -344,14 +348,14 @@ def _no_copy(graph: ModelGraph, why: str) -> Refusal:
     return refusal(
         "SW5402",
         f"{graph.architecture} cannot be verified on a tiny copy: {' '.join(why.split())[:300]}",
-        "`shardwright models TYPE` says what is proved of its type.",
+        "Run `shardwright models TYPE` for what is verified of its type.",
     )
 
 
 def _measure(
     folder: Path, plan: Plan, expected: Reference, report_progress: ProgressCallback
 ) -> tuple[Comparison, ...]:
-    """Where the training differs already, its resumption says no more."""
+    """Run the tiny copy and compare; resume it only where the training matches."""
     out = folder / "out"
     _launch(out)
     rows = list(read_json_lines(out / METRICS_FILE))
@@ -362,10 +366,10 @@ def _measure(
     first: dict[str, torch.Tensor] = {}
     try:
         first = _exported(plan, out, folder / "first")
-    except Refusal as refused:  # of a checkpoint that this run wrote
+    except Refusal as refused:  # its own checkpoint is damaged
         weights = Comparison("weights", refused.diagnostics[0].message, math.inf, WEIGHT_ABSOLUTE)
     else:
-        mine = {
+        trained_weights = {
             name: weight
             for name, weight in first.items()
             if name in used or name not in expected.unused
@@ -373,7 +377,7 @@ def _measure(
         weights = Comparison(
             "weights",
             "trained, saved and exported",
-            state_dict_max_abs_diff(mine, used),
+            state_dict_max_abs_diff(trained_weights, used),
             WEIGHT_ABSOLUTE,
         )
     held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
@@ -381,38 +385,39 @@ def _measure(
         Comparison(
             "losses",
             f"of {tiny_copy.STEPS} steps",
-            _off(rows, "loss", expected.losses),
+            _max_diff(rows, "loss", expected.losses),
             LOSS_ABSOLUTE,
         ),
         Comparison(
             "gradient norms",
             "relative",
-            _off(rows, "grad_norm", expected.grad_norms, relative=True),
+            _max_diff(rows, "grad_norm", expected.grad_norms, relative=True),
             NORM_RELATIVE,
         ),
         Comparison(
             "learning rates",
             "",
-            _off(rows, "learning_rate", expected.learning_rates),
+            _max_diff(rows, "learning_rate", expected.learning_rates),
             RATE_ABSOLUTE,
         ),
         weights,
         *_held_out(out, expected),
-        Comparison("split", "ranks that hold other bytes than planned", float(held), 0.0),
+        Comparison("split", "ranks whose parameter bytes differ from the plan", float(held), 0.0),
     )
     if not all(check.passed for check in trained):
         return trained
     shutil.rmtree(out / plan.checkpoint.directory / f"step-{tiny_copy.STEPS:08d}")
     report_progress(f"resuming from step {tiny_copy.EVERY}")
     _launch(out)
-    again, losses = list(read_json_lines(out / METRICS_FILE)), [row["loss"] for row in rows]
+    resumed_rows = list(read_json_lines(out / METRICS_FILE))
+    losses = [row["loss"] for row in rows]
     resumed = _exported(plan, out, folder / "again")
     return (
         *trained,
         Comparison(
             "resume",
             "losses, against the uninterrupted run",
-            _off(again, "loss", losses),
+            _max_diff(resumed_rows, "loss", losses),
             LOSS_ABSOLUTE,
         ),
         *(
@@ -429,25 +434,24 @@ def _measure(
 
 
 def _held_out(out: Path, expected: Reference) -> tuple[Comparison, ...]:
-    """Where the recipe has `validation`."""
+    """Compare held-out losses, where the recipe has `validation`."""
     if not expected.held_out:
         return ()
-    found = list(read_json_lines(out / EVALUATION_FILE))
-    steps = [row["step"] for row in found] == list(expected.held_out)
-    off = (
-        max_series_diff([row["loss"] for row in found], list(expected.held_out.values()))
-        if steps
+    lines = list(read_json_lines(out / EVALUATION_FILE))
+    same_steps = [row["step"] for row in lines] == list(expected.held_out)
+    worst = (
+        max_series_diff([row["loss"] for row in lines], list(expected.held_out.values()))
+        if same_steps
         else math.inf
     )
     return (
-        Comparison("held-out losses", f"after each {tiny_copy.EVERY} steps", off, LOSS_ABSOLUTE),
+        Comparison("held-out losses", f"after each {tiny_copy.EVERY} steps", worst, LOSS_ABSOLUTE),
     )
 
 
 def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) -> Comparison:
-    """The tiny copy with the model's own dropout, which makes each layout's training another one:
-    the held-out loss of the weights that came of it is that of one process, which drops nothing
-    out."""
+    """Train the tiny copy with the model's dropout, and compare its held-out loss with one process
+    that evaluates without it."""
     import torch
 
     from shardwright.verify.reference_run import loaded, mean_loss
@@ -469,29 +473,28 @@ def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) 
         expected = float(
             mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token")
         )
-    found = [row["loss"] for row in read_json_lines(out / EVALUATION_FILE)]
-    off = max_series_diff(found[-1:], [expected])
+    losses = [row["loss"] for row in read_json_lines(out / EVALUATION_FILE)]
+    worst = max_series_diff(losses[-1:], [expected])
     return Comparison(
-        f"held-out loss beside {DROPOUT}", "evaluation drops nothing out", off, LOSS_ABSOLUTE
+        f"held-out loss after {DROPOUT}", "evaluation without dropout", worst, LOSS_ABSOLUTE
     )
 
 
-def _off(
+def _max_diff(
     rows: list[Row], key: str, expected: Sequence[float | None], *, relative: bool = False
 ) -> float:
     return max_series_diff([row[key] for row in rows], expected, relative=relative)
 
 
 def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
-    """The model's parameters, adapters merged into them, and the adapters themselves as the
-    checkpoint has them."""
+    """Return the exported parameters, adapters merged, and the checkpoint's adapters."""
 
     from shardwright.checkpoint.checkpoint_loader import CheckpointReader
     from shardwright.checkpoint.huggingface_export import export_checkpoint
     from shardwright.verify.reference_run import loaded
 
     newest = max((out / "checkpoints").glob("step-*"))
-    # DeepSpeed's reader of ZeRO-3 checkpoints prints what it does, where the verdict goes.
+    # DeepSpeed's reader of ZeRO-3 checkpoints prints to stdout, where the result goes.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         export_checkpoint(newest, target, merge=plan.lora is not None)
         model = loaded(target)
@@ -510,7 +513,7 @@ def _held(out: Path, rank: int) -> int:
 
 
 def _launch(out: Path) -> None:
-    """The command itself, in a process group that can be ended as one. Raises Refusal: SW5403."""
+    """Run `shardwright run` in its own process group. Raises SW5403."""
     process = subprocess.Popen(
         shardwright_command("run", str(out)),
         stdout=subprocess.PIPE,
@@ -536,6 +539,6 @@ def _launch(out: Path) -> None:
 def _not_finished(out: Path, why: str) -> Refusal:
     return refusal(
         "SW5403",
-        f"the tiny copy did not train to its end: {' '.join(why.split())[:300]}",
-        f"Its folder is kept: `shardwright logs {out}` has all of its output.",
+        f"the run of the tiny copy did not finish: {' '.join(why.split())[:300]}",
+        f"Run `shardwright logs {out}` for its complete output.",
     )

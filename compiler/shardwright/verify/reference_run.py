@@ -1,5 +1,5 @@
-"""A plain single-process Hugging Face run: no plan, no DeepSpeed, nothing split. What every layout
-is compared with."""
+"""Train in one plain Hugging Face process: no plan, no DeepSpeed, nothing split. Every layout is
+compared with it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.task_registry import task_of
 
 Rows = list[dict[str, Any]]
-"""The rows of one global batch, as model inputs with "labels". Each entry is a forward of its own.
-Beside them may stand, for a balance loss, "row": the number of the sequence that a document is
-packed in; and "real": the number of tokens before a row's padding."""
+"""Sequences of one global batch as model inputs with "labels"; each entry is one forward.
+
+Optional keys for the auxiliary loss: "row", the sequence that a document is packed in, and "real",
+    the tokens before padding.
+"""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """unused: parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's
-    decays them. held_out: step -> loss over the held-out rows after it."""
+    """Hold the results of a reference run.
+
+    unused: parameters without a gradient: a plain optimizer skips them, ZeRO decays them.
+    held_out: step -> held-out loss after it.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -40,9 +45,10 @@ class Reference:
 
 
 def loaded(folder: Path, attention: str | None = None) -> PreTrainedModel:
-    """The model of a folder with safetensors, in fp32, its parameters as the files have them: of
-    Youtu's types from_pretrained empties the padding id's row of the embedding, and of the head
-    that is tied to it."""
+    """Load a folder with safetensors in fp32, with the embedding as stored.
+
+    For Youtu's types, from_pretrained zeroes the embedding's padding row and the tied head's.
+    """
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model: PreTrainedModel = task_of(config.model_type).auto_class.from_pretrained(
         folder,
@@ -78,10 +84,14 @@ def train(
     every: int = 1,
     balance: ReferenceAuxLoss | None = None,
 ) -> Reference:
-    """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their
-    number over all rows of the step. own_loss False: the model's own loss is another one, and
-    next-token cross-entropy is taken from its logits. held_out: rows to evaluate after each `every`
-    steps and after the last. balance: of the model's routers."""
+    """Train on `blocks`, one entry a step, with Hugging Face's loss: sum over predicted tokens /
+    their number.
+
+    own_loss: False takes next-token cross-entropy from the logits, where the model's own loss
+        differs.
+    held_out: sequences evaluated after each `every` steps and after the last.
+    balance: the routers' auxiliary loss.
+    """
     model.train()
     optimizer = ReferenceAdamW(
         model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype
@@ -114,12 +124,11 @@ def add_reference_lora(
     alpha: float,
     seed: int,
 ) -> None:
-    """Freeze the model and add alpha / rank B A x to the output of each linear of its decoder
-    layers that has one of these names, by forward hooks: LoRA (arXiv 2106.09685) without peft,
-    which it is compared with.
+    """Freeze the model and add alpha / rank B A x to its linears by forward hooks: LoRA (arXiv
+    2106.09685) without peft.
 
-    names: None for every linear but routers. A and B have peft's names, and the values that peft
-    draws from `seed`.
+    names: last path parts of the adapted linears in decoder layers; None is every linear but
+        routers. A and B have peft's names, and the values that peft draws from `seed`.
     """
     model.requires_grad_(False)
     torch.manual_seed(seed)
@@ -156,8 +165,7 @@ def _add_adapter(
 def merge_reference_lora(
     model: nn.Module, weights: dict[str, torch.Tensor], scale: float
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of a model that add_reference_lora adapted, with W + scale B A in place of
-    each adapted W."""
+    """Return the weights of an adapted model with W + scale B A in place of each adapted W."""
     merged = dict(weights)
     for path, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -170,9 +178,11 @@ def merge_reference_lora(
 
 
 class ReferenceAuxLoss:
-    """DeepSeek-V3's balance loss of a model's routers (arXiv 2412.19437, equations 17 to 20),
-    sequence by sequence and expert by expert: written apart from models/mixture_of_experts.py,
-    which it is compared with."""
+    """Compute DeepSeek-V3's auxiliary loss (arXiv 2412.19437, equations 17 to 20) by sequence and
+    expert.
+
+    It is independent of models/mixture_of_experts.py, which it is compared with.
+    """
 
     def __init__(self, model: nn.Module, coefficient: float, affinity: str) -> None:
         self.coefficient, self._affinity = coefficient, AFFINITIES[affinity]
@@ -187,7 +197,7 @@ class ReferenceAuxLoss:
         self._outputs, self._sequences = [], {}
 
     def take(self, entry: dict[str, Any]) -> None:
-        """What the routers gave in the forward of `entry`, to the sequences that it holds."""
+        """Assign the routers' outputs of the last forward to the sequences of `entry`."""
         outputs, self._outputs = self._outputs, []
         rows, length = entry["input_ids"].shape
         for row in range(rows):
@@ -200,12 +210,12 @@ class ReferenceAuxLoss:
                 layer.append((logits, chosen))
 
     def loss(self) -> torch.Tensor:
-        """The mean over layers and sequences."""
+        """Return the mean over layers and sequences."""
         every = [self._of(documents) for layers in self._sequences.values() for documents in layers]
         return self.coefficient * torch.stack(every).mean()
 
     def _of(self, documents: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Of one layer and one sequence, whose documents lie one behind the other."""
+        """Return the loss of one layer and one sequence, given its documents in order."""
         logits, chosen = (torch.cat(parts) for parts in zip(*documents, strict=True))
         tokens, experts = logits.shape
         share = self._affinity(logits.float())
@@ -225,7 +235,8 @@ class ReferenceAuxLoss:
 def mean_loss(
     model: nn.Module, rows: Rows, *, own_loss: bool, balance: ReferenceAuxLoss | None = None
 ) -> torch.Tensor:
-    """Over the predicted tokens of all rows; a balance loss adds to the gradients alone."""
+    """Return the mean loss over the predicted tokens of all sequences; the auxiliary loss only adds
+    to the gradients."""
     items = sum(int((r["labels"][:, 1:] != IGNORE_INDEX).sum()) for r in rows)
     loss = torch.zeros(())
     if balance is not None:
@@ -247,7 +258,7 @@ def mean_loss(
 
 
 def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    """Sum over the predicted tokens."""
+    """Return the sum over the predicted tokens."""
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     target = labels[:, 1:].flatten()
     return nn.functional.cross_entropy(

@@ -1,6 +1,5 @@
-"""The tiny copy: the same architecture and the same kinds of parallelism, sizes and degrees that
-one machine runs.
-"""
+"""Shrink a recipe and its model to a tiny copy: the same architecture and parallelism, at sizes
+that one machine runs."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 STEPS, EVERY, LENGTH, SEED, WARMUP = 6, 3, 32, 11, 2
 LR, BETAS, EPS, DECAY, CLIPPING = 1e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
-"""eps: a gradient that is zero in theory (a key's bias) is rounding noise, which Adam with a small
-one turns into steps of the learning rate."""
+"""eps: large, as the rounding noise of a theoretically zero gradient (a key's bias) would become
+full Adam steps."""
 ODD_VOCABULARY, RANK = 259, 4
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _VOCABULARY = "vocab_size"
@@ -39,8 +38,11 @@ MODEL, TOKENS, HELD_OUT = "model", "tokens", "held-out"
 
 
 def tiny_strategy(s: Layout) -> Layout:
-    """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the
-    schedule needs; of some layers that are recomputed in each stage, one."""
+    """Shrink a layout: degrees above 1 become 2, partial checkpointing recomputes one layer a
+    stage.
+
+    Micro-batches are the fewest that still accumulate and that the schedule needs.
+    """
     pipeline, data = min(s.pipeline, 2), min(s.data, 2)
     accumulation = max(
         min(s.gradient_accumulation_steps, 2), s.pipeline_schedule.min_micro_batches(pipeline)
@@ -69,10 +71,11 @@ def batch_of(s: Layout) -> int:
 def tiny_config(
     config: JsonObject, s: Layout, sequence_length: int, *, depth: bool = True
 ) -> dict[str, JsonValue]:
-    """config: the model's own, complete. What tensor ranks must do apart from sizes is kept: a
-    vocabulary that they do not divide, key/value heads that they share. So is the side of the
-    length at which rotary embeddings change that the recipe's sequences lie on. depth False keeps
-    every layer."""
+    """Shrink a complete configuration.
+
+    Kept: a vocabulary that tensor ranks do not divide, key/value heads that they share, and whether
+        sequences exceed the rotary embeddings' switch length. depth: False keeps every layer.
+    """
     from shardwright.models.tiny_config import shrink
 
     small: dict[str, JsonValue] = shrink(config, depth=depth)
@@ -80,20 +83,18 @@ def tiny_config(
     if switches and sequence_length <= min(switches):
         _switch_beyond(small, 2 * LENGTH)
     small.pop("architectures", None)
-    small.pop(
-        "output_router_logits", None
-    )  # Hugging Face's own balance loss, which is not trained on
+    small.pop("output_router_logits", None)  # Hugging Face's own auxiliary loss is not trained on
     _keep_uneven(config, small, s.tensor)
     for name, value in small.items():
-        whole = config.get(name)
-        if isinstance(value, dict) and "model_type" in value and isinstance(whole, dict):
-            _keep_uneven(whole, value, s.tensor)
+        original = config.get(name)
+        if isinstance(value, dict) and "model_type" in value and isinstance(original, dict):
+            _keep_uneven(original, value, s.tensor)
     return small
 
 
 def _switch_beyond(small: JsonObject, length: int) -> None:
-    """Lets the rotary embeddings of the tiny configuration change beyond `length` tokens, in place.
-    shrink() has it within the sequences."""
+    """Move the rotary embeddings' switch beyond `length` tokens, in place; shrink() puts it within
+    the sequences."""
     assert isinstance(small, dict)
     for name, value in small.items():
         if isinstance(value, dict):
@@ -105,7 +106,7 @@ def _switch_beyond(small: JsonObject, length: int) -> None:
 
 
 def with_dropout(small: JsonObject, config: JsonObject) -> dict[str, JsonValue]:
-    """small: the tiny configuration, without dropout. With that of `config`, the model's own."""
+    """Return the tiny configuration with the model's own dropout."""
     made: dict[str, JsonValue] = dict(small)
     for name, value in config.items():
         inside = made.get(name)
@@ -129,7 +130,7 @@ def _keep_uneven(config: JsonObject, small: dict[str, JsonValue], tensor: int) -
 
 
 def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
-    """Without dropout: ranks draw numbers of their own."""
+    """Shrink the adapters, without dropout: ranks would draw different numbers."""
     if lora is None:
         return None
     modules = "auto" if lora.target_modules is None else list(lora.target_modules)
@@ -142,29 +143,32 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
 
 
 def held_out_rows(s: Layout) -> int:
-    """More than one pass of a pipeline, and no multiple of what the data ranks take at once."""
+    """Return a count of held-out sequences: more than one pipeline pass, and no multiple of the
+    data ranks' share."""
     return batch_of(s) + 1
 
 
 def tiny_freeze(
     graph: ModelGraph, freeze: tuple[str, ...], names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return what `model.freeze` names of the tiny copy, whose parameters are `names`. Where it
-    freezes some of the layers, the copy's layers at the same share of the depth."""
+    """Return `model.freeze` of the tiny copy, whose parameters are `names`.
+
+    Frozen layers map to the copy's layers at the same share of the depth.
+    """
     stack = graph.cut.stack + "."
 
     def number(name: str) -> int:
         return int(name.removeprefix(stack).split(".")[0]) if name.startswith(stack) else 0
 
-    whole = max(number(p.name) for layer in graph.layers for p in layer.parameters) + 1
+    layers = max(number(p.name) for layer in graph.layers for p in layer.parameters) + 1
     depth = max(map(number, names)) + 1
-    found = []
+    entries = []
     for entry in frozen_parameter_patterns(graph, freeze):
         if entry.startswith(stack) and not entry.startswith(f"{stack}*"):
             rest = entry.removeprefix(stack).partition(".")[2]
-            entry = f"{stack}{number(entry) * depth // whole}.{rest}"
-        found += [entry] if fnmatch.filter(names, entry) else []
-    return tuple(dict.fromkeys(found))
+            entry = f"{stack}{number(entry) * depth // layers}.{rest}"
+        entries += [entry] if fnmatch.filter(names, entry) else []
+    return tuple(dict.fromkeys(entries))
 
 
 def tiny_recipe(
@@ -174,9 +178,12 @@ def tiny_recipe(
     held_out: JsonObject | None,
     freeze: tuple[str, ...] = (),
 ) -> JsonObject:
-    """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides
-    in the rounding. data, held_out: keys that name the tokens. freeze: the tiny copy's
-    `model.freeze`."""
+    """Return the recipe of the tiny copy, in fp32: half precision would hide a wrong sum in
+    rounding.
+
+    data, held_out: keys that name the tokens.
+    freeze: the tiny copy's `model.freeze`.
+    """
     training = recipe.training
     return {
         "version": 1,
@@ -214,32 +221,37 @@ def tiny_recipe(
     }
 
 
-# What the tiny copy trains on and is evaluated with: random tokens, in documents where the recipe
-# packs its own, and random conversations, with the padding that they leave, where it has
-# conversations.
+# The tiny copy's data: random tokens, in documents where the recipe packs documents, or random
+# conversations with padding.
 
 
 LONGEST = 40
-"""Tokens of a document: some end within a row, some go on in the next."""
+"""Longest document (tokens): some end within a sequence, some continue in the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """ids: (rows, sequence length). ends: of the documents, in the stream that the rows are cut
-    from; None: no documents."""
+    """Hold random tokens.
+
+    ids: (sequences, sequence length).
+    ends: ends of the documents in the stream; None without documents.
+    """
 
     ids: npt.NDArray[np.int32]
     ends: tuple[int, ...] | None
 
     def write(self, path: Path) -> JsonObject:
-        """The keys of a recipe that name the files. path: without an ending."""
+        """Write the files, and return the recipe keys that name them.
+
+        path: without extension.
+        """
         if self.ends is None:
             np.save(path.with_suffix(".npy"), self.ids)
             return {"kind": "tokens", "path": f"{path.name}.npy", "packing": False}
         self.ids.tofile(path.with_suffix(".bin"))
         ends = np.asarray(self.ends, dtype=np.int64)
         lengths = np.diff(ends, prepend=0).astype(np.int32)
-        # Megatron's index (data/indexed_dataset.py reads it): a sequence is a document.
+        # Megatron's index (read by data/indexed_dataset.py): a sequence is a document.
         counts = len(ends).to_bytes(8, "little") + (len(ends) + 1).to_bytes(8, "little")
         arrays = (lengths, (ends - lengths) * 4, np.arange(len(ends) + 1, dtype=np.int64))
         head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([4]) + counts
@@ -247,7 +259,8 @@ class Tokens:
         return {"kind": "megatron", "path": path.name, "packing": True}
 
     def rows(self, first: int, stop: int) -> Rows:
-        """As a plain model takes them: a block of rows, or each document's piece of a row alone."""
+        """Return sequences for a plain model: unpacked ones, or each document's part of a sequence
+        alone."""
         import torch
 
         ids = torch.from_numpy(self.ids[first:stop].astype(np.int64))
@@ -263,18 +276,18 @@ class Tokens:
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% endfor %}"
-"""Every token of such a conversation is a label, so that its labels follow from its text."""
+"""Every token of such a conversation is a label, so its labels follow from its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """Conversations of one message each, as bytes."""
+    """Hold conversations of one message each, as bytes."""
 
     texts: tuple[str, ...]
     packed: bool
 
     def write(self, path: Path) -> JsonObject:
-        """As Tokens.write."""
+        """Write the files, and return the recipe keys that name them."""
         lines = [
             json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n"
             for text in self.texts
@@ -291,8 +304,10 @@ class Conversations:
 
 
 def separate_sequences(block: SequenceBatch, *, padded: bool) -> Rows:
-    """Each row, or each document of a packed row, alone. padded: rows keep their padding, whose
-    length some rotary embeddings follow; else it is cut off."""
+    """Return each sequence, or each document of a packed one, alone.
+
+    padded: keep padding, which some rotary embeddings depend on.
+    """
     import torch
 
     from shardwright.models.tasks.causal_lm import IGNORE_INDEX
@@ -323,15 +338,15 @@ def packs_documents(recipe: Recipe) -> bool:
 
 
 def has_conversations(recipe: Recipe) -> bool:
-    """Whether rows may end in padding: conversations stay whole."""
+    """Return whether sequences may end in padding: conversations are not split."""
     return any(part.kind == "chat" for _, part in recipe.dataset_sections())
 
 
 def random_conversations(seed: int, rows: int, length: int, *, packed: bool) -> Conversations:
-    """Conversations for so many rows of `length` tokens: of a token more than the template's two up
-    to a whole row."""
+    """Return conversations for this many sequences of `length` tokens, up to a full sequence
+    each."""
     random = np.random.default_rng(seed)
-    shortest = length // 3 if packed else 1  # several fill a row, hardly ever to its end
+    shortest = length // 3 if packed else 1  # several fill a sequence, hardly ever exactly
     sizes = random.integers(shortest, length - 1, 4 * rows if packed else rows)
     return Conversations(
         texts=tuple("".join(map(chr, random.integers(32, 127, size))) for size in sizes),

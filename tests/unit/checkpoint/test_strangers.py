@@ -259,5 +259,5 @@ def test_a_tokenizers_code_is_refused_and_nobody_is_asked(
     (folder / "tokenizer" / "theirs.py").write_text(CANARY.format(path=str(canary)))
     done = run_in(folder, "prepare", ".")
     assert done.returncode == 1 and not canary.exists()
-    assert "SW6121" in done.stderr and "code of its own" in done.stderr
+    assert "SW6121" in done.stderr and "its own Python code" in done.stderr
     assert "[y/N]" not in done.stdout + done.stderr
