@@ -257,7 +257,7 @@ def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
 
 
 def context_parallel_blocker(graph: ModelGraph) -> str:
-    """ "" where rows of this configuration can be cut over ranks."""
+    """Return why this model's sequences cannot be split over context ranks, "" where they can."""
     if not graph.task_traits.tiny_copy:
         return IMAGES_NOT_VERIFIED
     return _why_no_context(*_narrow(graph))
@@ -274,7 +274,7 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
 
 
 def expert_parallel_blocker(graph: ModelGraph) -> str:
-    """ "" where the experts of this configuration can be shared out over ranks."""
+    """Return why this model's experts cannot be split over expert ranks, "" where they can."""
     if not graph.task_traits.tiny_copy:
         return IMAGES_NOT_VERIFIED
     planned = sorted({name_pattern(path) for path in expert_modules(graph)})
@@ -297,8 +297,7 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
 
 
 def router_affinity(graph: ModelGraph) -> str | NoRouterAuxLoss:
-    """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no
-    balance loss."""
+    """Return a key of mixture_of_experts.AFFINITIES, or why the routers get no auxiliary loss."""
     if not graph.task_traits.tiny_copy:
         return NoRouterAuxLoss(IMAGES_NOT_VERIFIED)
     return _router_affinity(*_narrow(graph))

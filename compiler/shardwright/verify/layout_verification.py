@@ -188,7 +188,7 @@ def _prepare(
     )
 
     if not graph.task_traits.tiny_copy:
-        raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
+        raise _no_copy(graph, "tiny copies of vision-language models are not supported")
     if recipe.lora is not None and (absent := missing_peft()):
         raise Refusal(absent)
     vocabulary, names = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
