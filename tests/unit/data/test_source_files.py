@@ -98,7 +98,7 @@ def test_a_json_array_of_records(
             ":2: this array is not JSON: the file ends inside it",
         ),
         ('[{"text": "a"},\n\n {"text": ]', ":3: this entry of the array is not JSON"),
-        ('[{"text": "a"}\n {"text": "b"}]', ":2: this array is not JSON: '{' stands where ,"),
+        ('[{"text": "a"}\n {"text": "b"}]', ":2: this array is not JSON: '{' is in place of ,"),
         ('[{"text": "a"},]', ":1: this entry of the array is not JSON: Expecting value"),
         ('[{"text": "a"}]\n[]', ":2: the text after the array is not JSON"),
         ('{"text":\n "a"}', ":1: this line is not JSON"),
