@@ -40,7 +40,7 @@ def load(folder: Path) -> dict[str, object]:
             dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False
         )
         topology = PipeModelDataParallelTopology(
-            num_pp=s.pipeline, num_mp=s.tensor, num_dp=s.shards
+            num_pp=s.pipeline, num_mp=s.tensor, num_dp=s.zero_world_size
         )
         for rank in plan.ranks:
             coordinates = topology.get_coord(rank.rank)

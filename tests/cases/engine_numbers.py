@@ -34,7 +34,7 @@ def numbers(plan: Plan) -> dict[str, object]:
     named = training.precision == "bf16" or (training.precision == "fp16" and dtype != "fp16")
     buckets = {**plan.zero, **plan.extra.get("zero_optimization", {})}  # type: ignore[dict-item]
     return {
-        "data": s.shards,
+        "data": s.zero_world_size,
         "batch": training.global_batch_size * s.context,
         "micro": s.micro_batch_size,
         "accumulation": s.gradient_accumulation_steps,

@@ -190,7 +190,7 @@ class TestInvariants:
             for p in m.parameters
             if p.dimension is None
         }
-        shards = plan.strategy.shards if plan.strategy.zero_stage == 3 else 1
+        shards = plan.strategy.zero_world_size if plan.strategy.zero_stage == 3 else 1
         elements = of_each_layer(compiled[name])
         for pipeline in range(plan.strategy.pipeline):
             mine = {

@@ -57,7 +57,7 @@ def weights_of_ranks(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
         value, split = weights[fragment.name], splits.get(fragment.name)
         if split is not None and split.dimension is not None:
             value = torch.cat(
-                [value.narrow(split.dimension, *piece) for piece in split.pieces(at)],
+                [value.narrow(split.dimension, *piece) for piece in split.shard_ranges(at)],
                 split.dimension,
             )
         states = fragment.states

@@ -223,7 +223,7 @@ def own_part(plan: Plan, name: str, whole: torch.Tensor) -> torch.Tensor:
     if split.dimension is None:
         return part
     return torch.cat(
-        [part.narrow(split.dimension, *piece) for piece in split.pieces(rank.tensor)],
+        [part.narrow(split.dimension, *piece) for piece in split.shard_ranges(rank.tensor)],
         dim=split.dimension,
     )
 

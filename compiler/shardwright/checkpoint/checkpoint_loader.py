@@ -184,7 +184,7 @@ def join(split: ParameterSharding, parts: list[torch.Tensor]) -> torch.Tensor:
     ]
     merged = parts[0].new_empty(shape)
     for shard, part in enumerate(parts):
-        pieces = split.pieces(shard * split.copies)
+        pieces = split.shard_ranges(shard * split.copies)
         held = part.split([length for _, length in pieces], dim=split.dimension)
         for (start, length), values in zip(pieces, held, strict=True):
             merged.narrow(split.dimension, start, length).copy_(values)
@@ -195,7 +195,7 @@ def cut(split: ParameterSharding, whole: torch.Tensor, tensor_rank: int) -> torc
     """Return the shard of the full tensor that `split` gives `tensor_rank`: the inverse of join."""
     if split.dimension is None:
         return whole
-    pieces = split.pieces(tensor_rank)
+    pieces = split.shard_ranges(tensor_rank)
     return torch.cat(
         [whole.narrow(split.dimension, start, length) for start, length in pieces],
         dim=split.dimension,

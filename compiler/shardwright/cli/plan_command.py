@@ -220,7 +220,7 @@ def _row(
     is_faster_but_rejected: bool,
 ) -> PlanRow:
     s = estimate.strategy
-    notes = [axis.note.format(value) for axis, value in s.enabled_axes() if axis.note]
+    notes = [axis.table_label.format(value) for axis, value in s.enabled_axes() if axis.table_label]
     notes += [f"today's ZeRO-{s.zero_stage}"] if is_baseline else []
     notes += ["set aside"] if is_faster_but_rejected else []
     notes += [ran] if (ran := measured_run_note(problem.recipe, problem.graph, s)) else []
@@ -432,7 +432,7 @@ def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     ]
     text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
     header = [name.replace("/GPU", f"/{rank_or_gpu(is_cpu=is_cpu)}") for name in HEADER]
-    header[HEADER.index(DEGREES)] = " x ".join(axis.short for axis in axes)
+    header[HEADER.index(DEGREES)] = " x ".join(axis.abbreviation for axis in axes)
     return table_lines(header, cells, text=text, bold=() if rows[0].broken else (0,))
 
 

@@ -351,14 +351,14 @@ def _data_parallel_bytes(layout: PricedLayout, rank: int) -> dict[str, float]:
     reduced = gathered = 0.0
     times, gradient = gradient_reduction(layout)
     gathers, held = float(s.zero_stage > 0), trained
-    if s.zero_stage == 3 and s.shards > 1:
+    if s.zero_stage == 3 and s.zero_world_size > 1:
         gathers, held = (
             s.gradient_accumulation_steps * (1 + backward_gather_fraction(layout, blocks)),
             layout.numel(rank),
         )
     own = experts / s.expert_shard_ratio
     for of_trained, of_held, ranks in (
-        (trained - experts, held - experts, s.shards),
+        (trained - experts, held - experts, s.zero_world_size),
         (own, own, s.expert_replicas),  # over the ranks that hold the same experts
     ):
         if ranks > 1:

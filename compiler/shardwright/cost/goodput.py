@@ -259,9 +259,9 @@ def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
     nodes = [0.0] * layout.cluster.nodes
     for size, shared, elements in parts:
         of_stage = [elements(blocks) for blocks in layout.ranks]
-        writers = s.tensor * (s.shards if shared else 1)
+        writers = s.tensor * (s.zero_world_size if shared else 1)
         for rank, stage in _ranks(layout):
-            if shared or rank // s.tensor % s.shards == 0:
+            if shared or rank // s.tensor % s.zero_world_size == 0:
                 share = of_stage[stage] / (sum(of_stage) * writers)
                 nodes[rank // layout.cluster.gpus_per_node] += size * share
     return nodes
@@ -270,5 +270,5 @@ def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
 def _ranks(layout: PricedLayout) -> Iterator[tuple[int, int]]:
     """(rank, pipeline rank): the pipeline is the slowest axis, then data, context and tensor
     (plan/plan_builder.py)."""
-    a_stage = layout.strategy.tensor * layout.strategy.shards
+    a_stage = layout.strategy.tensor * layout.strategy.zero_world_size
     return ((rank, rank // a_stage) for rank in range(layout.strategy.world_size))

@@ -459,7 +459,7 @@ def _pass_times_key(layout: PricedLayout) -> Hashable:
             s.expert,
             s.tensor,
             s.micro_batch_size,
-            s.shards * (s.expert > 1),
+            s.zero_world_size * (s.expert > 1),
         ),
         s.expert_tensor,
         (s.checkpointing, layout.checkpointed_activations is None, s.sequence_parallel),

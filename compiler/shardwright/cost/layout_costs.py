@@ -186,7 +186,9 @@ def over_memory_error(
         "workspace": peak_stage.workspace_bytes,
     }
     listed = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in parts.items())
-    cuts = ", ".join(axis.name for axis in AXES if axis.cuts and axis.is_auto_by_default)
+    cuts = ", ".join(
+        axis.name for axis in AXES if axis.is_model_parallel and axis.is_auto_by_default
+    )
     ways = (
         f"A higher {cuts} or zero_stage, a smaller micro_batch_size or activation_checkpointing: "
         "full would lower it."

@@ -78,13 +78,15 @@ def model_state_bytes(
     if trained is not None and layout.adapter_sizes:
         held += trained
     elsewhere = experts * (1 - 1 / s.expert_shard_ratio)
-    parameters = held * element / s.shards if s.zero_stage >= 3 else (held - elsewhere) * element
+    parameters = (
+        held * element / s.zero_world_size if s.zero_stage >= 3 else (held - elsewhere) * element
+    )
     if s.hpz_partition_size > 1:
         # The second copy, in the type of the weights (DeepSpeed partition_parameters.py,
         # _partition_param_sec).
         parameters += held * element / s.hpz_partition_size
     gradients = _gradient_bytes(layout) * (
-        numel / s.shards if s.zero_stage >= 2 else numel - elsewhere
+        numel / s.zero_world_size if s.zero_stage >= 2 else numel - elsewhere
     )
     training = layout.recipe.training
     states = OPTIMIZERS[training.optimizer.name].held_bytes(training.precision, s.zero_stage)
@@ -146,7 +148,7 @@ class RankMemoryModel:
             else _kept_sums(layout, layout.checkpointed_activations, "full")
         )
         self._boundary = _boundary_bytes(layout)
-        self._gathers = layout.strategy.zero_stage >= 3 and layout.strategy.shards > 1
+        self._gathers = layout.strategy.zero_stage >= 3 and layout.strategy.zero_world_size > 1
         self._frozen, self._fragmentation = layout.has_frozen, layout.constants.fragmentation
         self._working = {
             (head, again): _working_bytes(layout, head, again)
@@ -232,12 +234,12 @@ def framework_bytes(layout: PricedLayout) -> float:
         return c.cpu_framework_bytes
     groups = (
         (s.world_size > 1)
-        + (s.shards > 1)
+        + (s.zero_world_size > 1)
         + (s.context > 1)
         + (s.tensor > 1)
         + 2 * (s.pipeline > 1)
     )
-    groups += (s.hpz_partition_size > 1) + (s.expert > 1) + (1 < s.expert < s.shards)
+    groups += (s.hpz_partition_size > 1) + (s.expert > 1) + (1 < s.expert < s.zero_world_size)
     channels = min(1.0, layout.cluster.intra_node_bytes_per_second / ALL_CHANNELS_BYTES_PER_SECOND)
     return c.context_bytes + groups * channels * c.communicator_bytes
 
@@ -388,7 +390,7 @@ def _bucket_bytes(layout: PricedLayout, numel: int) -> float:
     """ZeRO's communication bucket, in the backward pass and in the step. A pipeline makes it when
     the last backward pass is done (DeepSpeed stage_1_and_2.py, reduce_gradients)."""
     s = layout.strategy
-    if s.zero_stage == 0 or s.shards == 1:
+    if s.zero_stage == 0 or s.zero_world_size == 1:
         return 0.0
     return min(BUCKET_NUMEL, numel) * layout.element_bytes
 
@@ -402,4 +404,4 @@ def _copied_bytes(layout: PricedLayout, numel: int) -> float:
         and 1 <= s.zero_stage <= 2
         and s.offload == "none"
     )
-    return 4 * numel / s.shards if copied else 0.0
+    return 4 * numel / s.zero_world_size if copied else 0.0

@@ -121,7 +121,7 @@ class PricedLayout:
         choice = self.strategy.activation_checkpointing
         if not isinstance(choice, PartialCheckpointing):
             return start
-        chunks = self.strategy.parts // self.strategy.stages
+        chunks = self.strategy.total_stages // self.strategy.stages
         full = -(-choice.full // chunks)  # counted on a rank; its chunks share them evenly
         return max(start, min(start + (start == 0) + full, stop - (stop == len(self.graph.layers))))
 
@@ -253,7 +253,7 @@ def with_boundaries(layout: PricedLayout, boundaries: tuple[int, ...]) -> Priced
 
     def parts(rank: int) -> tuple[int, ...]:
         if s.is_interleaved:
-            return tuple(range(rank, s.parts, s.pipeline))
+            return tuple(range(rank, s.total_stages, s.pipeline))
         return (rank, s.stages - 1 - rank)[: s.stages // s.pipeline]
 
     ranks = tuple(

@@ -63,7 +63,7 @@ def data_comm_seconds(layout: PricedLayout, rank: int, compute_seconds: float) -
     pass where no pipeline drains there. ZeRO-2 reduces at every micro-batch, ZeRO-3 gathers too."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     tied = _tied_seconds(layout)
-    if s.shards == 1 and s.expert_replicas == 1:
+    if s.zero_world_size == 1 and s.expert_replicas == 1:
         return tied
     if s.zero_stage == 3:
         return tied + _zero_3_seconds(layout, rank, compute_seconds)
@@ -93,7 +93,7 @@ def _by_group(layout: PricedLayout, rank: int, numel: int) -> list[tuple[int, Gr
     ranks that have the same ones."""
     s = layout.strategy
     experts = layout.expert_numel_of(layout.ranks[rank])
-    found = [(numel - experts, layout.group(s.shards, s.tensor))]
+    found = [(numel - experts, layout.group(s.zero_world_size, s.tensor))]
     if experts:
         apart = s.expert * s.expert_tensor_ranks
         found.append((int(experts / s.expert_shard_ratio), layout.group(s.expert_replicas, apart)))
@@ -118,7 +118,7 @@ def _zero_3_seconds(layout: PricedLayout, rank: int, compute_seconds: float) -> 
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     m, element = s.gradient_accumulation_steps, layout.element_bytes
     held, numel = layout.numel(rank), layout.trainable_numel_of(layout.ranks[rank])
-    group = layout.group(s.shards, s.tensor)
+    group = layout.group(s.zero_world_size, s.tensor)
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
     efficiency, gathers_a_pass, reductions = zero_efficiency(layout), float(layers), float(layers)
     own = not (
@@ -226,7 +226,7 @@ def cpu_optimizer_seconds(layout: PricedLayout, numel: float) -> float:
     memory), and the way back to the GPU. In a pipeline and at ZeRO-1 gradients go to the host once
     a step, after the last backward pass."""
     s, c = layout.strategy, layout.constants
-    updated = numel / s.shards
+    updated = numel / s.zero_world_size
     rate = (
         c.host_bytes_per_second
         if s.gradient_accumulation_steps == 1
@@ -253,7 +253,7 @@ def host_transfer_seconds(layout: PricedLayout, rank: int, compute_seconds: floa
     moved = (
         (1 + (FETCHES if s.offload == "parameters" else 0))
         * layout.numel(rank)
-        / s.shards
+        / s.zero_world_size
         * layout.element_bytes
     )
     each = moved / c.host_link_bytes_per_second
@@ -527,7 +527,7 @@ def per_step_seconds_per_parameter(layout: PricedLayout) -> float:
     `optimizer_seconds` say of a rank."""
     s, numel = layout.strategy, max(1.0, layout.shapes.numel[-1] / layout.strategy.pipeline)
     return _reduced_seconds(
-        layout, layout.group(s.shards, s.tensor), numel
+        layout, layout.group(s.zero_world_size, s.tensor), numel
     ) / numel + _update_seconds(layout, 1)
 
 
@@ -558,9 +558,9 @@ def least_once_a_step_seconds(layout: PricedLayout, layers: int = 0) -> float:
 def _least_reduced_seconds(layout: PricedLayout, numel: float, experts: float) -> float:
     """numel: without the experts that are spread over ranks."""
     s = layout.strategy
-    if s.shards == 1 and s.expert_replicas == 1:
+    if s.zero_world_size == 1 and s.expert_replicas == 1:
         return 0.0
-    seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel)
+    seconds = _reduced_seconds(layout, layout.group(s.zero_world_size, s.tensor), numel)
     if experts:
         over = layout.group(s.expert_replicas, s.expert * s.expert_tensor_ranks)
         seconds += _reduced_seconds(layout, over, experts / s.expert_shard_ratio)
@@ -591,7 +591,7 @@ def _optimizer_seconds(layout: PricedLayout, numel: int) -> float:
 def _update_seconds(layout: PricedLayout, numel: float) -> float:
     if layout.strategy.offload != "none":
         return cpu_optimizer_seconds(layout, numel)
-    updated = numel / (layout.strategy.shards if layout.strategy.zero_stage >= 1 else 1)
+    updated = numel / (layout.strategy.zero_world_size if layout.strategy.zero_stage >= 1 else 1)
     if own := engine_overheads(layout.recipe, layout.graph, layout.strategy):
         return updated * own.parameter_seconds.value
     traffic = OPTIMIZERS[layout.recipe.training.optimizer.name].traffic

@@ -99,6 +99,6 @@ def feature_gather_seconds(layout: PricedLayout) -> float:
     if not layout.graph.task_traits.compares_pairs or s.shards == 1:
         return 0.0
     moved = _FP32 * _SIDES * layout.recipe.training.global_batch_size * layout.graph.features
-    group = layout.group(s.shards, s.tensor)
+    group = layout.group(s.zero_world_size, s.tensor)
     gathered = gather_seconds(layout.cluster, layout.constants, group, moved)
     return gathered + all_reduce_seconds(layout.cluster, layout.constants, group, moved)

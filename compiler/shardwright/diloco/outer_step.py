@@ -113,7 +113,7 @@ class MasterShard:
         the last fewer)."""
         own, shared = self._fragments()
         counts = [sum(f.states[MASTER].numel() for f in each) for each in (own, shared)]
-        return counts[0], counts[1], -(-counts[1] // self._plan.strategy.shards)
+        return counts[0], counts[1], -(-counts[1] // self._plan.strategy.zero_world_size)
 
     def _owned_part(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._replica_group is None:
@@ -135,7 +135,7 @@ class MasterShard:
             return own
         mine = torch.zeros(each)
         mine[: own.numel() - alone] = own[alone:]
-        found = [torch.zeros(each) for _ in range(self._plan.strategy.shards)]
+        found = [torch.zeros(each) for _ in range(self._plan.strategy.zero_world_size)]
         dist.all_gather(found, mine, group=self._replica_group)
         return torch.cat([own[:alone], torch.cat(found)[:shared]])
 
@@ -173,7 +173,7 @@ def _with_states(trainer: Trainer, wholes: dict[str, torch.Tensor]) -> Trainer:
 def _replica_group(plan: Plan, rank: int) -> Any:
     """Collective: each rank makes all of the groups. The data ranks that have the same masters as
     this one; None where each has its own."""
-    if plan.strategy.zero_stage > 0 or plan.strategy.shards == 1:
+    if plan.strategy.zero_stage > 0 or plan.strategy.zero_world_size == 1:
         return None
     members: dict[tuple[int, int], list[int]] = {}
     for r in plan.ranks:

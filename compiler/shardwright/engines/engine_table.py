@@ -88,7 +88,12 @@ def recipe_for_engine(recipe: Recipe, engine: Engine) -> Recipe:
 
 
 def _is_default(axis: Axis, recipe: Recipe) -> bool:
-    return not axis.runs and not axis.ranks and not axis.cuts and axis.pin(recipe) == axis.default
+    return (
+        not axis.in_every_engine
+        and not axis.ranks
+        and not axis.is_model_parallel
+        and axis.pin(recipe) == axis.default
+    )
 
 
 def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
@@ -169,7 +174,7 @@ PUBLISHED_ENGINES: dict[tuple[str, str], PublishedEngine] = {
 def traits_of(target: str, kernels: str, s: Layout) -> EngineTraits:
     """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine
     whatever `target` says: nothing that another would be there for is left."""
-    alone = KERNEL_TRAFFIC[kernels].engine if s.zero_stage == 0 and s.shards == 1 else None
+    alone = KERNEL_TRAFFIC[kernels].engine if s.zero_stage == 0 and s.zero_world_size == 1 else None
     return _traits(alone or target, kernels)
 
 

@@ -1,11 +1,11 @@
-"""Megatron-Core's interleaved 1F1B, simulated pass by pass from its own schedule table.
+"""Simulate Megatron-Core's interleaved 1F1B pass by pass, from its schedule table.
 
-p ranks hold v parts of the model each: part c p + r is chunk c of rank r. Micro-batches go round
-the ranks in groups of p (megatron/core/pipeline_parallel/schedules.py, get_schedule_table): forward
-pass k of every rank is of chunk (k // p) % v, backward pass k of chunk v - 1 - (k // p) % v. Rank r
-makes 2 (p - r - 1) + (v - 1) p forward passes before its first backward pass, then one of each in
-turns, then the backward passes that are left (get_pp_rank_microbatches,
-forward_backward_pipelining_with_interleaving). A test compares both with the installed one.
+p ranks hold v model chunks each: chunk c of rank r is part c p + r of the model. Micro-batches
+visit the ranks in groups of p (megatron/core/pipeline_parallel/schedules.py, get_schedule_table):
+forward pass k of every rank is of chunk (k // p) % v, backward pass k of chunk v - 1 - (k // p) %
+v. Rank r makes 2 (p - r - 1) + (v - 1) p forward passes before its first backward pass, then
+alternates forward and backward, then makes the remaining backward passes (get_pp_rank_microbatches,
+forward_backward_pipelining_with_interleaving). A test compares both with the installed Megatron.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from shardwright.layout.pipeline_simulation import (
 
 MIN_SIMULATED_GROUPS = 4
 MAX_SIMULATED_PASSES = 6000
-"""So many are simulated, in MIN_SIMULATED_GROUPS groups of p micro-batches at least; the groups
-after them go on as the last one did. Of parts that differ by 5 % the step is within 1 % of the
-whole simulation."""
+"""Limits the simulation, after at least MIN_SIMULATED_GROUPS groups of p micro-batches. Later
+groups take as long as the last one. With chunks that differ by 5 %, the step is within 1 % of the
+full simulation."""
 
 
 def warmup_forward_passes(ranks: int, rank: int, chunks: int, micro_batches: int) -> int:
-    """Forward passes of a rank before its first backward pass, one in steady state not counted."""
+    """Return a rank's forward passes before its first one of the steady state."""
     return min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, micro_batches * chunks)
 
 
 def micro_batches_in_flight(
     ranks: int, rank: int, chunks: int, micro_batches: int
 ) -> tuple[int, ...]:
-    """Micro-batches whose activations each chunk of the rank keeps when its first backward pass
-    begins."""
+    """Return for each chunk of the rank how many micro-batches' activations it has saved at its
+    peak.
+
+    The peak is the beginning of the rank's first backward pass.
+    """
     passes = min(
         warmup_forward_passes(ranks, rank, chunks, micro_batches) + 1, micro_batches * chunks
     )
@@ -55,8 +58,11 @@ def step_seconds(
     forward_seconds: tuple[float, ...],
     backward_seconds: tuple[float, ...],
 ) -> float:
-    """From the first forward pass to the last backward pass. forward, backward: of one micro-batch,
-    a part of the model each, messages included. micro_batches: a multiple of the ranks."""
+    """Return the seconds from the first forward pass to the last backward pass.
+
+    forward_seconds, backward_seconds: one micro-batch, by part of the model, messages included
+    micro_batches: a multiple of the ranks
+    """
     passes_a_group = 2 * ranks * len(forward_seconds)
     groups, all_groups = (
         max(MIN_SIMULATED_GROUPS, MAX_SIMULATED_PASSES // passes_a_group),
@@ -79,8 +85,11 @@ def simulate(
     backward: Sequence[float],
     send_seconds: float,
 ) -> PipelineTimeline:
-    """As events.simulate, of all micro-batches. forward, backward: without messages; each pass is
-    followed by one."""
+    """Return the timeline of all micro-batches, as pipeline_simulation.simulate does.
+
+    forward, backward: seconds by part of the model, messages not included
+    send_seconds: one message, which follows each pass
+    """
     with_send = (
         tuple([x + send_seconds for x in forward]),
         tuple([x + send_seconds for x in backward]),
@@ -119,7 +128,7 @@ def _makespan(
 def _run(
     ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
 ) -> list[_InterleavedRank]:
-    """As long as passes that are ready are found, rank by rank."""
+    """Run each rank as far as it can go, until all are done."""
     program = [
         _InterleavedRank(
             number=rank,
@@ -139,8 +148,10 @@ def _run(
 
 
 class _InterleavedRank:
-    """ahead, back: when its forward passes, and its backward passes, were through, in the order of
-    the table."""
+    """Simulate one rank.
+
+    ahead, back: end times of its forward and backward passes, in table order
+    """
 
     def __init__(
         self,
@@ -165,15 +176,18 @@ class _InterleavedRank:
         return len(self.back) == self._total
 
     def advance(self, before: list[float], behind: list[float]) -> None:
-        """Until a pass waits. before: forward passes of the rank before, around the ring; behind:
-        backward passes of the one behind. The same list where there is one rank."""
+        """Run passes until one has to wait.
+
+        before: end times of forward passes on the previous rank, around the ring
+        behind: end times of backward passes on the next rank; the same list where there is one rank
+        """
         ranks, chunks, total, first = self._ranks, self._chunks, self._total, self._first
         ahead, back, now = self.ahead, self.back, self.now
         while (b := len(back)) < total:
             f = len(ahead)
             if (
                 f < total and f - b <= first
-            ):  # one of each in turns, once the first ones are through
+            ):  # after the warmup, forward and backward passes alternate
                 chunk = f // ranks % chunks
                 # The first part of the model waits for none; later ones on the first rank for the
                 # ring's last rank.
@@ -196,7 +210,7 @@ class _InterleavedRank:
         self.now = now
 
     def passes(self) -> list[ComputeInterval]:
-        """In the order of time."""
+        """Return the passes in the order of time."""
 
         def interval(k: int, end: float, *, is_forward: bool) -> ComputeInterval:
             turn, p = k // self._ranks, self._ranks

@@ -1,4 +1,4 @@
-"""Stage 4's subject: one layout, everything that the search decides."""
+"""Define Layout: the values that a search chooses, one for each axis."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from shardwright.recipe.literal_types import (
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonValue
 
-# How far `model.loss: chunked` cuts a micro-batch: what the runtime runs is what the cost model
-# counts.
+# The chunks of `model.loss: chunked`; the runtime and the cost model both read them.
 
 
 MAX_CHUNK_TOKENS = 1024
-"""Enough rows for a matrix product over the vocabulary to run at its rate."""
+"""Suffices for a matrix product over the vocabulary to run at its full rate."""
 MIN_CHUNKS = 8
 
 
 def chunk_length(micro_batch_size: int, sequence_length: int) -> int:
-    """Positions of every row whose logits exist at a time: at most MAX_CHUNK_TOKENS tokens, and at
-    most an eighth."""
+    """Return how many positions of each sequence have their logits in memory at a time.
+
+    A chunk has at most MAX_CHUNK_TOKENS tokens and at most an eighth of the sequence.
+    """
     return max(1, min(MAX_CHUNK_TOKENS // micro_batch_size, -(-sequence_length // MIN_CHUNKS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A value for each row of the table (layout/axes.py), in the order in which they are printed.
+    """Hold a value for each row of layout/axes.py, in print order.
 
-    hpz_partition_size: ranks of a node that share a second copy of the weights at ZeRO-3; 1 = none.
+    hpz_partition_size: ranks of a node that share a second copy of the weights at ZeRO-3; 1 means
+        none
     """
 
     tensor: int
@@ -62,35 +64,42 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks."""
         return world_size_of(self.degrees())
 
     @property
-    def shards(self) -> int:
-        """Ranks with the same parameters, over which ZeRO shares out states and gradients are
-        summed: what an engine calls data ranks."""
+    def zero_world_size(self) -> int:
+        """Return the ranks with the same parameters, over which ZeRO shards states and gradients
+        are summed.
+
+        Engines call them data-parallel ranks: data x context.
+        """
         return self.data * self.context
 
     @property
     def expert_tensor_ranks(self) -> int:
-        """That each expert's matrices are cut over."""
+        """Return the ranks over which each expert's matrices are sharded."""
         return self.tensor if self.expert_tensor == "tensor" else self.expert_tensor
 
     @property
     def shards_experts(self) -> bool:
-        """Whether ranks hold other parts of experts than of everything else."""
+        """Return whether experts are sharded otherwise than the rest of the model."""
         return self.expert > 1 or self.expert_tensor_ranks != self.tensor
 
     @property
     def expert_shard_ratio(self) -> float:
-        """What a rank would have of experts, were they cut over tensor ranks alone, over what it
-        has."""
+        """Return a rank's experts under tensor parallelism alone, over those that it holds."""
         return self.expert * self.expert_tensor_ranks / self.tensor
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks of a stage that hold the same part of the experts; 1 too where a layout that no
-        rule lets through has fewer ranks than parts."""
-        return max(1, self.shards * self.tensor // (self.expert * self.expert_tensor_ranks))
+        """Return how many ranks of a stage hold the same expert shard.
+
+        Returns 1 too for an illegal layout that has fewer ranks than shards.
+        """
+        return max(
+            1, self.zero_world_size * self.tensor // (self.expert * self.expert_tensor_ranks)
+        )
 
     @property
     def stages(self) -> int:
@@ -113,8 +122,8 @@ class Layout:
         return self.tensor if self.pipeline_schedule.shards_messages else 1
 
     @property
-    def parts(self) -> int:
-        """What the layers are cut into, virtual stages counted."""
+    def total_stages(self) -> int:
+        """Return the stages that the layers are split into, virtual stages counted."""
         return self.stages * self.virtual_stages if self.is_interleaved else self.stages
 
     @property
@@ -125,60 +134,64 @@ class Layout:
 
     @property
     def has_full_model_per_rank(self) -> bool:
-        """Whether each rank has the whole model (its ZeRO shards gathered)."""
-        return not any(axis.cuts for axis, _ in self.enabled_axes())
+        """Return whether each rank computes with the whole model, its ZeRO shards gathered."""
+        return not any(axis.is_model_parallel for axis, _ in self.enabled_axes())
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """Of the layers that are checkpointed at all."""
+        """Return how those layers are checkpointed that are checkpointed at all."""
         choice = self.activation_checkpointing
         return "full" if isinstance(choice, PartialCheckpointing) else choice
 
     def degrees(self) -> dict[str, int]:
+        """Return the degrees that multiply to the world size, by axis name."""
         return {axis.name: getattr(self, axis.name) for axis in rank_axes()}
 
     def values(self) -> Mapping[Axis, Value]:
-        """Of every row, in the order in which they are printed."""
+        """Return each axis's value, in print order."""
         return {axis: getattr(self, axis.name) for axis in axes_in_print_order(type(self))}
 
     def enabled_axes(self) -> tuple[tuple[Axis, Value], ...]:
-        """What the layout has, and its value."""
-        return tuple((axis, value) for axis, value in self.values().items() if value != axis.plain)
+        """Return the axes that differ from their off value, with their values."""
+        return tuple(
+            (axis, value) for axis, value in self.values().items() if value != axis.off_value
+        )
 
     def pins(self) -> dict[str, JsonValue]:
-        """The keys of a recipe's `parallelism` that leave this layout alone, and their values as a
-        recipe has them."""
+        """Return the keys and values of a recipe's `parallelism` that admit this layout only."""
         return {
             axis.name: asdict(value) if isinstance(value, PartialCheckpointing) else value
             for axis, value in self.values().items()
             if axis.section == "parallelism"
-            and ((axis.values is not None and axis.runs) or value != axis.plain)
+            and ((axis.values is not None and axis.in_every_engine) or value != axis.off_value)
         }
 
     def describe(self) -> str:
-        """Recipe key names, the keys of `pins`; where a recipe's default is plain, only what is
-        not."""
+        """Return `key=value` pairs of the recipe's keys, without those at a default that is off."""
         pins = self.pins()
         return " ".join(
             f"{axis.name}={value}"
             for axis, value in self.values().items()
-            if axis.name in pins and (axis.is_auto_by_default or value != axis.plain)
+            if axis.name in pins and (axis.is_auto_by_default or value != axis.off_value)
         )
 
 
-def axes_in_print_order(strategy: type[Layout] = Layout) -> tuple[Axis, ...]:
+def axes_in_print_order(layout: type[Layout] = Layout) -> tuple[Axis, ...]:
+    """Return the table's rows in the order of the fields of Layout."""
     rows = {axis.name: axis for axis in axes.AXES}
-    return tuple(rows[field.name] for field in fields(strategy))
+    return tuple(rows[field.name] for field in fields(layout))
 
 
 def layout_axes() -> tuple[Axis, ...]:
-    """Those that a search settles under every engine where the recipe says auto, as they are
-    printed."""
-    return tuple(axis for axis in axes_in_print_order() if axis.values is not None and axis.runs)
+    """Return the axes that every engine's search chooses where the recipe says auto, in print
+    order."""
+    return tuple(
+        axis for axis in axes_in_print_order() if axis.values is not None and axis.in_every_engine
+    )
 
 
 def searched_axes(recipe: Recipe) -> tuple[Axis, ...]:
-    """layout_axes, and what else the recipe leaves to the search."""
+    """Return layout_axes() and the further axes that the recipe leaves to the search."""
     return tuple(
         axis
         for axis in axes_in_print_order()
@@ -187,19 +200,21 @@ def searched_axes(recipe: Recipe) -> tuple[Axis, ...]:
     )
 
 
-def in_layer_axes(*strategies: Layout) -> tuple[str, ...]:
-    """Names of those whose collectives a layer of any of these layouts waits for; tensor where
-    there are none."""
-    rows = [axis for axis in axes_in_print_order() if axis.inside]
-    found = [
-        axis.name for axis in rows if any(getattr(s, axis.name) != axis.plain for s in strategies)
+def in_layer_axes(*layouts: Layout) -> tuple[str, ...]:
+    """Return the names of the axes whose collectives a layer waits for, in any of these layouts.
+
+    Returns tensor where there are none.
+    """
+    rows = [axis for axis in axes_in_print_order() if axis.is_in_layer]
+    names = [
+        axis.name for axis in rows if any(getattr(s, axis.name) != axis.off_value for s in layouts)
     ]
-    return tuple(found) or ("tensor",)
+    return tuple(names) or ("tensor",)
 
 
-def in_layer_collectives_text(*strategies: Layout) -> str:
-    """Of their collectives: "tensor-parallel", "tensor- and expert-parallel"."""
-    *others, last = in_layer_axes(*strategies)
+def in_layer_collectives_text(*layouts: Layout) -> str:
+    """Name these collectives: "tensor-parallel", "tensor- and expert-parallel"."""
+    *others, last = in_layer_axes(*layouts)
     return (
         f"{', '.join(f'{name}-' for name in others)} and {last}-parallel"
         if others
@@ -208,25 +223,31 @@ def in_layer_collectives_text(*strategies: Layout) -> str:
 
 
 def auto_by_default_axes() -> tuple[Axis, ...]:
-    """Those of them whose default is auto. A search that was not asked to does not offload states
-    to the host."""
+    """Return the layout_axes() whose default is auto.
+
+    A search offloads to the host only where the recipe allows it.
+    """
     return tuple(axis for axis in layout_axes() if axis.is_auto_by_default)
 
 
-# A rule about layouts: what it looks at, what it says, and what of the layout it reads.
+# Rules about layouts.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(Problem):
-    """What a rule looks at: a strategy for a problem."""
+    """Pair a problem with the layout that a rule checks."""
 
     strategy: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """reads: the strategy's keys that decide whether the layout breaks it (its message may name
-    others). A search that has settled these rules out everything below at once."""
+    """Check a candidate: return a diagnostic where the layout is not legal.
+
+    check: returns the diagnostic, or None
+    reads: names of the axes that decide the result; a search that has chosen these rejects every
+        completion at once (the message may name other axes)
+    """
 
     check: Callable[[Candidate], Diagnostic | None]
     reads: frozenset[str]

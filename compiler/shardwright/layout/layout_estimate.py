@@ -1,4 +1,4 @@
-"""What a layout is predicted to cost: the objects of `estimate --json`, field by field."""
+"""Define what a layout is predicted to cost: the objects of `estimate --json`, field by field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from shardwright.layout.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes on the fullest rank of one pipeline rank's devices. peak = sum of the parts."""
+    """Give the bytes on the peak-memory device of one pipeline rank; peak is the sum of the
+    rest."""
 
     stage: int
     parameters_bytes: int
@@ -23,6 +24,8 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
+    """Give the peak memory of a layout, and whether it fits."""
+
     peak_bytes: int
     capacity_bytes: int
     fits: bool
@@ -31,11 +34,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """compute + tensor_comm + pipeline_comm + data_comm + outer_comm + optimizer + bubble = step,
-    within 1e-6 relative.
+    """Split a step into exposed times: compute + *_comm + optimizer + bubble = step, within 1e-6.
 
-    tensor_comm: collectives that layers wait for, of tensor, context and expert ranks. outer_comm:
-    a step's share of what training waits for in an outer step between islands.
+    tensor_comm_seconds: collectives that layers wait for, of tensor, context and expert ranks
+    outer_comm_seconds: a step's share of the exposed communication of DiLoCo's outer step
     """
 
     step_seconds: float
@@ -55,6 +57,8 @@ class Time:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
+    """Give the whole training run: steps, days, GPU hours and cost (None without a price)."""
+
     steps: int
     days: float
     gpu_hours: float
@@ -63,9 +67,12 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionError:
-    """Half-widths as shares that hold 80 % of the measured runs of a regime, None where no run is
-    of this kind; the reason says what kind that is ("a CPU"), and is "" where there is a figure.
-    regime: its name and its runs' number.
+    """Give the half-widths (fractions) that hold 80 % of the measured runs of a regime.
+
+    step_time, memory: None where no measured run is of this kind
+    step_time_reason, memory_reason: the kind without measured runs ("a CPU"); "" where there is a
+        figure
+    step_time_regime, memory_regime: the regime's name and its number of runs
     """
 
     step_time: float | None
@@ -78,9 +85,12 @@ class PredictionError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """boundaries: stage s holds graph.layers[boundaries[s]:boundaries[s+1]]. error: how far such
-    predictions were off where they could be compared. flops_source: of the model's layers, see
-    Layer; one that could not be traced says why."""
+    """Hold the predicted cost of one layout.
+
+    boundaries: stage s holds graph.layers[boundaries[s]:boundaries[s+1]]
+    error: how far such predictions were off where they could be compared with measurements
+    flops_source: how the layers' FLOPs were found, see Layer; names the reason where tracing failed
+    """
 
     strategy: Layout
     boundaries: tuple[int, ...]

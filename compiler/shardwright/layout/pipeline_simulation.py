@@ -1,9 +1,8 @@
-"""One step as discrete events: each pipeline rank runs its instruction stream; messages wait for
-both their ends.
+"""Simulate one step as discrete events: each pipeline rank runs its instruction stream.
 
-DeepSpeed sends and receives in order and blocks (runtime/pipe/p2p.py: dist.send, dist.recv): a
-message starts when both ranks have come to it and holds both until it has arrived, with gloo as
-with NCCL on one stream. DualPipeV launches what it has queued and waits for all of it
+DeepSpeed sends and receives in order and blocks (runtime/pipe/p2p.py: dist.send, dist.recv). A
+message starts when both ranks have reached it, and holds both until it has arrived, with gloo as
+with NCCL on one stream. DualPipeV launches its queued messages and waits for all of them
 (batch_isend_irecv). Messages of one direction follow each other on their link.
 """
 
@@ -29,11 +28,12 @@ SEND_GRADIENT, RECV_GRADIENT = "SendGrad", "RecvGrad"
 
 
 class Instruction(NamedTuple):
-    """name: DeepSpeed's. phase: 0, or 1 for the half of DualPipeV on which micro-batches travel
-    back to rank 0.
+    """Hold one instruction of a pipeline rank.
 
-    A CommitP2P (DualPipeV) launches the sends and receives before it and waits for all; it has
-    micro_batch -1.
+    name: DeepSpeed's name
+    micro_batch: -1 for a CommitP2P (DualPipeV), which launches the messages before it and waits for
+        all
+    phase: 0, or 1 for the half of DualPipeV on which micro-batches travel back to rank 0
     """
 
     name: str
@@ -50,34 +50,36 @@ def instruction_stream(
 
 
 def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iterator[Instruction]:
-    """TrainSchedule: step t is a forward pass where t and the rank are both even or both odd, else
-    a backward pass.
+    """Yield DeepSpeed's TrainSchedule.
 
+    Step t is a forward pass where t and the rank are both even or both odd, else a backward pass.
     Both ends of a boundary exchange before the step: the gradient first, then the activation.
     """
-    before = None
+    previous = None
     for step in range(2 * (micro_batches + ranks - 1)):
         forward = (step + rank) % 2 == 0
         number = (step - rank) // 2 if forward else (step + rank + 1) // 2 - ranks
         current = number if 0 <= number < micro_batches else None
         if forward and rank > 0:
-            if before is not None:
-                yield Instruction(SEND_GRADIENT, before)
+            if previous is not None:
+                yield Instruction(SEND_GRADIENT, previous)
             if current is not None:
                 yield Instruction(RECV_ACTIVATION, current)
         if not forward and rank < ranks - 1:
             if current is not None:
                 yield Instruction(RECV_GRADIENT, current)
-            if before is not None:
-                yield Instruction(SEND_ACTIVATION, before)
+            if previous is not None:
+                yield Instruction(SEND_ACTIVATION, previous)
         if current is not None:
             yield Instruction(FORWARD if forward else BACKWARD, current)
-        before = current
+        previous = current
 
 
 def _dualpipev(ranks: int, rank: int, micro_batches: int) -> Iterator[Instruction]:
-    """DualPipeVSchedule (github.com/deepseek-ai/DualPipe): its eight steps, weight gradients inside
-    the backward."""
+    """Yield DualPipeVSchedule (github.com/deepseek-ai/DualPipe) in its eight steps.
+
+    Weight gradients are computed inside the backward pass.
+    """
     v = _Vee(first=rank == 0, last=rank == ranks - 1)
     after = ranks - rank - 1
     for _ in range(2 * after):
@@ -120,8 +122,8 @@ _COMMIT = Instruction(COMMIT, -1)
 
 
 class _Vee:
-    """One rank of DualPipeV. Each method gives the next such passes with their messages;
-    micro-batches are counted by instruction and phase."""
+    """Number the passes of one DualPipeV rank; each method returns the next ones with their
+    messages."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         self.first, self.last = first, last
@@ -149,12 +151,11 @@ class _Vee:
         )
 
     def message(self, name: str, phase: int) -> list[Instruction]:
-        """Nothing at either end of the model, and where it turns around on the last rank."""
-        comes = name in (RECV_ACTIVATION, SEND_GRADIENT)  # at the border where activations come in
-        border = (
-            (self.last if phase else self.first) if comes else (self.first if phase else self.last)
-        )
-        return [] if border else [self._one(name, phase)]
+        """Return the message, or nothing at the ends of the model and at its turn on the last
+        rank."""
+        is_at_input = name in (RECV_ACTIVATION, SEND_GRADIENT)
+        has_no_peer = self.last if is_at_input == (phase == 1) else self.first
+        return [] if has_no_peer else [self._one(name, phase)]
 
     def _one(self, name: str, phase: int) -> Instruction:
         number = self._counts.get((name, phase), 0)
@@ -163,12 +164,15 @@ class _Vee:
 
 
 Link = tuple[int, int]
-"""Sending and receiving pipeline rank."""
+"""Names the sending and the receiving pipeline rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeInterval:
-    """One pass of one micro-batch over one stage's layers. name: ForwardPass | BackwardPass."""
+    """Time one pass of one micro-batch over one stage's layers.
+
+    name: ForwardPass | BackwardPass
+    """
 
     name: str
     stage: int
@@ -179,7 +183,11 @@ class ComputeInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageWait:
-    """Messages that a rank waits for together: it comes at ready, they move from start to stop."""
+    """Time messages that a rank waits for together.
+
+    ready_seconds: when the rank reaches them
+    start_seconds, stop_seconds: when they are transferred
+    """
 
     ready_seconds: float
     start_seconds: float
@@ -188,8 +196,12 @@ class MessageWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimeline:
-    """ranks: what each pipeline rank computes, in order; exchanges: its messages. It waits in the
-    gaps."""
+    """Hold the step of every pipeline rank.
+
+    seconds: the step
+    ranks: each rank's passes, in order; it waits between them
+    exchanges: each rank's messages, in order
+    """
 
     seconds: float
     ranks: tuple[tuple[ComputeInterval, ...], ...]
@@ -198,8 +210,11 @@ class PipelineTimeline:
 
 @dataclass(slots=True)
 class _Message:
-    """ready: when each end came to it (sender, receiver); started, arrived: None until both
-    have."""
+    """Follow one message.
+
+    ready: when the sender and the receiver reached it
+    started, arrived: None until both have
+    """
 
     ready: list[float | None]
     started: float | None = None
@@ -213,9 +228,14 @@ def simulate(
     backward_seconds: Sequence[float],
     send_seconds: Sequence[float],
 ) -> PipelineTimeline:
-    """forward, backward: per stage, one micro-batch, recomputation included; send: per boundary
-    between pipeline ranks, one message. Stages are p for 1f1b and 2 p for dualpipev, whose rank r
-    holds r and 2 p - 1 - r."""
+    """Simulate one step and return its timeline.
+
+    forward_seconds, backward_seconds: one micro-batch by stage, recomputation included; 1f1b has p
+        stages, dualpipev 2 p, whose rank r holds r and 2 p - 1 - r
+    send_seconds: one message, by boundary between pipeline ranks
+
+    Raises ValueError where ranks wait for each other in a circle.
+    """
     stages = len(forward_seconds)
     count = PIPELINE_SCHEDULES[schedule].ranks(stages)
     links = _Links(send_seconds)
@@ -238,7 +258,7 @@ def simulate(
                 moved = True
     if any(rank.waiting is not None for rank in ranks):
         raise ValueError(
-            f"{schedule} over {count} ranks and {micro_batches} micro-batches waits for itself"
+            f"{schedule} over {count} ranks and {micro_batches} micro-batches deadlocks"
         )
     return PipelineTimeline(
         seconds=max(rank.now for rank in ranks),
@@ -248,7 +268,7 @@ def simulate(
 
 
 class _Links:
-    """Every message of the step, by its link. Those of one link follow each other."""
+    """Hold every message of the step by its link, where messages follow each other."""
 
     def __init__(self, send_seconds: Sequence[float]) -> None:
         self._send_seconds = send_seconds
@@ -256,7 +276,8 @@ class _Links:
         self._posted: dict[tuple[Link, int], int] = defaultdict(int)
 
     def post(self, rank: int, now: float, instruction: Instruction) -> _Message:
-        """The message, which the rank has come to now; it starts where the other end has, too."""
+        """Record that a rank reaches a message now; the message starts once the other end has
+        reached it too."""
         link, end = link_and_end(instruction, rank)
         number, messages = self._posted[link, end], self._messages[link]
         self._posted[link, end] += 1
@@ -264,19 +285,23 @@ class _Links:
             messages.append(_Message([None, None]))
         message = messages[number]
         message.ready[end] = now
-        sent, taken = message.ready
-        if sent is not None and taken is not None:
-            before = messages[number - 1].arrived if number else None
-            message.started = max(sent, taken, before or 0.0)
+        sender_ready, receiver_ready = message.ready
+        if sender_ready is not None and receiver_ready is not None:
+            previous = messages[number - 1].arrived if number else None
+            message.started = max(sender_ready, receiver_ready, previous or 0.0)
             message.arrived = message.started + self._send_seconds[min(link)]
         return message
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """One pipeline rank: where its program stands, and what it has done. stages: by an
-    instruction's phase. seconds: by its name, of all stages. waiting: messages that the next
-    instruction waits for."""
+    """Follow one pipeline rank through its program.
+
+    stages: the rank's stages, by an instruction's phase
+    seconds: seconds of each stage, by an instruction's name
+    at: index of the next instruction
+    waiting: the messages that the next instruction waits for
+    """
 
     number: int
     program: list[Instruction | tuple[Instruction, ...]]
@@ -289,8 +314,8 @@ class _Rank:
     exchanged: list[MessageWait] = field(default_factory=list)
 
     def advance(self, links: _Links) -> bool:
-        """One instruction (or one group of messages) further; False where the rank has to wait, or
-        is done."""
+        """Run one instruction or one group of messages; return False where the rank waits or is
+        done."""
         if self.waiting is not None:
             return self._receive(self.waiting)
         if self.at == len(self.program):
@@ -304,7 +329,7 @@ class _Rank:
         return True
 
     def _receive(self, pending: list[_Message]) -> bool:
-        """Whether all of them have arrived."""
+        """Return whether all messages have arrived."""
         arrived = [m.arrived for m in pending if m.arrived is not None]
         if len(arrived) < len(pending):
             return False
@@ -336,25 +361,25 @@ class _Rank:
 def message_groups(
     instructions: tuple[Instruction, ...], schedule: Schedule
 ) -> list[Instruction | tuple[Instruction, ...]]:
-    """Passes as they are; messages in the groups that are waited for together: one by one, or up to
-    a commit."""
-    out: list[Instruction | tuple[Instruction, ...]] = []
+    """Group messages that are waited for together: one by one, or up to a commit; keep passes as
+    they are."""
+    groups: list[Instruction | tuple[Instruction, ...]] = []
     queued: list[Instruction] = []
     for instruction in instructions:
         if instruction.name in (FORWARD, BACKWARD):
-            out.append(instruction)
+            groups.append(instruction)
         elif instruction.name == COMMIT:
-            out.append(tuple(queued))
+            groups.append(tuple(queued))
             queued = []
         elif PIPELINE_SCHEDULES[schedule].groups_messages:
             queued.append(instruction)
         else:
-            out.append((instruction,))
-    return out
+            groups.append((instruction,))
+    return groups
 
 
 def link_and_end(instruction: Instruction, rank: int) -> tuple[Link, int]:
-    """The link of a message, and which end of it this rank is: 0 sends, 1 receives."""
+    """Return a message's link and which end this rank is: 0 sends, 1 receives."""
     # Activations go to the next rank in phase 0 and back in phase 1, gradients the other way.
     towards_next = instruction.name in (SEND_ACTIVATION, RECV_GRADIENT)
     peer = rank + 1 if towards_next == (instruction.phase == 0) else rank - 1

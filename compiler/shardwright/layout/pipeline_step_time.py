@@ -1,5 +1,6 @@
-"""Seconds from the first forward pass of a step to its last backward pass, by the quickest exact
-way there is.
+"""Compute a step's seconds from its first forward pass to its last backward pass.
+
+Uses a closed form where there is one, else simulates many partitions at once; both are exact.
 """
 
 from __future__ import annotations
@@ -24,50 +25,46 @@ from shardwright.layout.pipeline_simulation import (
 from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.recipe.literal_types import Schedule
 
-# 1F1B over uneven stages in closed form, for at least as many micro-batches as stages; exact,
-# messages included.
+# 1F1B over uneven stages in closed form. Exact, messages included, for at least as many
+# micro-batches as stages.
 #
-# DeepSpeed's schedule is a grid: in step t, stage s goes forward where t + s is even, after an
-# exchange with the stage before, and backward where it is odd, after one with the stage behind. A
-# rank waits for its partner in each exchange, so the step is the longest walk through the grid
-# that,
-# from one step to the next, stays on its stage or crosses to the partner: rightwards into its
-# forward
-# pass, leftwards into its backward pass.
+# DeepSpeed's schedule is a grid. In step t, stage s runs forward where t + s is even, after an
+# exchange with the previous stage, and backward where t + s is odd, after one with the next stage.
+# A rank waits for its partner in each exchange. The step is therefore the longest walk through the
+# grid. From one step to the next, a walk stays on its stage or crosses to the partner: rightwards
+# into its forward pass, leftwards into its backward pass.
 #
-# - While t + s <= 2 p - 2 there are no gradients yet: backward places are empty. Any walk makes p
-#   forward passes there: one on each stage that it reaches, the others on the slowest of those.
-#   `_fill` is the longest to each stage.
-# - From t - s = 2 m - 1 on forward places are empty: the same backwards in time, forward and
-# backward
-#   exchanged.
-# - Between, staying on a stage costs its forward and backward pass every two steps. Of two such
-#   stages the slower one costs more for all the time there is, so the longest walk goes straight to
-#   one stage k, stays, and goes straight on.
+# - Fill: while t + s <= 2 p - 2 there are no gradients yet, so backward places are empty. Any walk
+#   makes p forward passes here: one on each stage that it reaches, the rest on the slowest of
+#   those. `_fill` computes the longest walk to each stage.
+# - Drain: from t - s = 2 m - 1 on, forward places are empty. This is the fill reversed in time,
+#   with forward and backward exchanged.
+# - Steady state: staying on a stage costs its forward and backward pass every two steps. The slower
+#   of two stages costs more at any time, so the longest walk goes straight to one stage k, stays,
+#   and goes straight on.
 #
-# The step is the largest over k, with the stages c and e where the walk comes out of the first part
-# and into the last.
-
-
+# The step is the maximum over k and over the stages c and e where the walk leaves the fill and
+# enters the drain.
 Floats = NDArray[np.float64]
 
 
 def one_f_one_b_step_seconds(
     micro_batches: int, forward: Floats, backward: Floats, send_seconds: float
 ) -> Floats:
-    """Seconds of each row's step. forward, backward: (partitions, stages), of one micro-batch;
-    send: one message."""
+    """Return the seconds of each partition's 1F1B step.
+
+    forward, backward: one micro-batch (partitions, stages)
+    send_seconds: one message
+    """
     ranks = forward.shape[1]
     if ranks == 1:
         return micro_batches * (forward + backward)[:, 0]
     stage = np.arange(ranks)
-    # A message over the boundary behind each stage, and over the one before it.
+    # A message over the boundary after each stage, and over the one before it.
     behind: Floats = np.where(stage < ranks - 1, send_seconds, 0.0)
     before: Floats = np.where(stage > 0, send_seconds, 0.0)
-    ahead, back = (
-        forward + 2 * before,
-        backward + 2 * behind,
-    )  # a gradient and an activation in each exchange
+    # Each exchange has a gradient and an activation.
+    ahead, back = forward + 2 * before, backward + 2 * behind
     cycle = ahead + back
     entered = _fill(forward, before, behind)
     left = _fill(backward, before, behind) + 2 * behind
@@ -75,8 +72,8 @@ def one_f_one_b_step_seconds(
     back_below = back_to - back
     rounds = micro_batches - ranks
 
-    # Axes: partition, k, and c or e. To come from a stage c to the left of k leaves c rounds more
-    # for k than to come from the right, and so does e.
+    # Axes: partition, k, and c or e. A stage c to the left of k leaves c more rounds for k than one
+    # to the right; the same holds for e.
     share = stage * cycle[:, :, None]
     lower = stage[:, None] >= stage
     comes_right = (
@@ -90,7 +87,7 @@ def one_f_one_b_step_seconds(
     if rounds >= ranks:
         over_top = right + left_out
     else:
-        # Rounds + c + e - k of them: e has to be at least k - rounds - c.
+        # Stage k runs rounds + c + e - k times, so e is at least k - rounds - c.
         least = np.clip(stage[:, None] - rounds - stage, 0, None)
         reach = np.take_along_axis(
             _largest_behind(leaves_left), np.broadcast_to(least, leaves_left.shape), axis=2
@@ -111,48 +108,50 @@ def one_f_one_b_step_seconds(
 
 
 def _fill(forward: Floats, before: Floats, behind: Floats) -> Floats:
-    """The longest walk of p forward passes that ends on each stage: up to some stage h, the passes
-    that are left on the slowest so far, and back through empty places. An exchange there is one
-    message."""
+    """Return the longest walk of p forward passes that ends on each stage.
+
+    The walk goes up to some stage h, makes the remaining passes on the slowest stage so far, and
+    returns through empty places, where an exchange is one message.
+    """
     ranks = forward.shape[1]
     stage = np.arange(ranks)
     passes = forward + before
     slowest = np.maximum.accumulate(passes + behind, axis=1)
     reached = np.cumsum(passes, axis=1) + (ranks - 1 - stage) * slowest
-    # From h back to c: the empty places of c + 1 to h.
+    # The way back from h to c crosses the empty places of c + 1 to h.
     empty = np.cumsum(behind)
     return _largest_behind(reached + empty) - empty
 
 
 def _largest_behind(values: Floats) -> Floats:
-    """Of each place and those after it, on the last axis."""
+    """Return the running maximum from each place to the end of the last axis."""
     result: Floats = np.maximum.accumulate(values[..., ::-1], axis=-1)[..., ::-1]
     return result
 
 
-# The same step as arrays: many partitions at once, all pipeline ranks at once, level after level.
+# The simulated step as arrays: all partitions and all pipeline ranks at once, level after level.
 #
-# A level is at most one exchange with each neighbour, and the passes after it. The time of a rank
-# after a level is the largest of its own and its neighbours' times before it, plus messages and
-# work:
-# a max-plus product with a band of three. In the middle of a step two levels repeat, one a
-# direction.
-# As soon as a round of them adds the same to every rank, all later rounds do, for max-plus products
-# keep a common addend: they are multiplied, not run. `events` runs the same instruction by
-# instruction; a test compares the two.
+# A level is at most one exchange with each neighbour, and the passes after it. A rank's time after
+# a level is the largest of its own and its neighbours' times before it, plus messages and work: a
+# max-plus product with a band of three. In the middle of a step two levels repeat, one for each
+# direction. Once a round of them adds the same to every rank, all later rounds do, because
+# max-plus products keep a common addend. They are then multiplied, not run. A test compares the
+# result with pipeline_simulation.
 
-
-# Rounds add the same to every rank where they differ by less than this share: floating-point noise.
+# Differences between ranks below this share of a round are floating-point noise.
 REPEAT_TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeLevels:
-    """left, right (level, rank): messages one after the other with that neighbour, 0 where there is
-    no exchange.
+    """Hold the levels of a schedule.
 
-    work (level, rank, kind): passes after it. Kinds: forward, backward; with DualPipeV those of
-    phase 0, then of 1. The round of levels from repeat_at on runs `repeats` times in all.
+    left, right: messages in a row with that neighbour (level, rank); 0 without an exchange
+    work: passes after the exchange (level, rank, kind); the kinds are forward and backward, with
+        DualPipeV those of phase 0, then of phase 1
+    repeat_at: first level of the round that repeats
+    round_levels: levels of that round
+    repeats: how often the round runs in all
     """
 
     left: Floats
@@ -170,8 +169,11 @@ def simulated_step_seconds(
     backward_seconds: Floats,
     send_seconds: float,
 ) -> Floats:
-    """Seconds of each row's step. forward, backward: (partitions, stages), as in `events.simulate`;
-    send: one message over any boundary."""
+    """Return the seconds of each partition's step, simulated level by level.
+
+    forward_seconds, backward_seconds: as in pipeline_simulation.simulate (partitions, stages)
+    send_seconds: one message over any boundary
+    """
     stages = forward_seconds.shape[1]
     ranks = PIPELINE_SCHEDULES[schedule].ranks(stages)
     if PIPELINE_SCHEDULES[schedule].is_v_shaped:
@@ -203,8 +205,11 @@ def _levels(
 
 
 def _run(levels: ExchangeLevels, added: Floats) -> Floats:
-    """added (level, from, rank, partition): to the left neighbour's, the own and the right
-    neighbour's time."""
+    """Run the levels and return the seconds of each partition.
+
+    added: what a level adds to the left neighbour's, the own and the right neighbour's time (level,
+        from, rank, partition)
+    """
     ranks, partitions = added.shape[2:]
     padded = np.full((ranks + 2, partitions), -np.inf)
     own = padded[1:-1]
@@ -232,15 +237,18 @@ def _run(levels: ExchangeLevels, added: Floats) -> Floats:
 
 
 def one_forward_one_backward_levels(ranks: int, micro_batches: int) -> ExchangeLevels:
-    """Level t is step t of TrainSchedule: ranks of t's parity go forward after an exchange with the
-    rank before, the others backward after one with the rank behind. No round repeats in a step of
-    fewer micro-batches than ranks, and longer ones have a closed form."""
+    """Return the levels of 1F1B; level t is step t of TrainSchedule.
+
+    Ranks of t's parity run forward after an exchange with the previous rank, the others backward
+    after one with the next rank. No round repeats in a step of fewer micro-batches than ranks;
+    longer steps have a closed form.
+    """
     step, rank = np.arange(2 * (micro_batches + ranks - 1))[:, None], np.arange(ranks)[None, :]
     is_forward = (step + rank) % 2 == 0
     forward = is_forward & (step - rank >= 0) & ((step - rank) // 2 < micro_batches)
     number = (step + rank + 1) // 2 - ranks
     backward = ~is_forward & (number >= 0) & (number < micro_batches)
-    # The rank before goes backward in the same step; its gradient comes first.
+    # The previous rank runs backward in the same step, and its gradient comes first.
     came_back = np.zeros_like(forward)
     came_back[:, 1:] = is_forward[:, 1:] & backward[:, :-1]
     left = (came_back.astype(float) + forward) * (rank > 0)
@@ -252,14 +260,13 @@ def one_forward_one_backward_levels(ranks: int, micro_batches: int) -> ExchangeL
 
 
 def dualpipev_levels(ranks: int, micro_batches: int) -> ExchangeLevels:
-    """From the streams of at most 2 p + 2 micro-batches; a round more for each further one."""
+    """Return the levels of at most 2 p + 2 micro-batches; each further one adds a round."""
     kept = min(micro_batches, 2 * ranks + 2)
     levels = _of_streams(ranks, kept)
     if kept == micro_batches:
         return levels
     left, right, work = levels.left, levels.right, levels.work
-    # A round has each pass once on every rank: an exchange with either neighbour, where there are
-    # two.
+    # A round has each pass once on every rank, and an exchange with each neighbour.
     size = 1 if ranks == 2 else 2
     last = len(work) - 2 * size
     at = next(
@@ -275,7 +282,8 @@ def dualpipev_levels(ranks: int, micro_batches: int) -> ExchangeLevels:
 
 @functools.lru_cache(maxsize=64)
 def _of_streams(ranks: int, micro_batches: int) -> ExchangeLevels:
-    """Groups of messages that depend on one another, over however many ranks, are one level."""
+    """Build levels from instruction streams: one level for message groups that depend on one
+    another."""
     events = [_events(ranks, rank, micro_batches) for rank in range(ranks)]
     together = _UnionFind()
     seen: dict[tuple[Link, int], tuple[int, int]] = {}
@@ -309,7 +317,8 @@ def _of_streams(ranks: int, micro_batches: int) -> ExchangeLevels:
 def _events(
     ranks: int, rank: int, micro_batches: int
 ) -> list[tuple[tuple[Instruction, ...], list[int]]]:
-    """Groups of messages, each with the passes after it by kind; the first group is empty."""
+    """Return groups of messages, each with the passes after it by kind; the first group is
+    empty."""
     out: list[tuple[tuple[Instruction, ...], list[int]]] = [((), [0, 0, 0, 0])]
     for step in message_groups(
         instruction_stream("dualpipev", ranks, rank, micro_batches), "dualpipev"
@@ -324,8 +333,10 @@ def _events(
 def _level_numbers(
     lengths: list[int], together: _UnionFind, members: dict[tuple[int, int], list[int]]
 ) -> tuple[dict[tuple[int, int], int], int]:
-    """Level of each event, and how many levels there are: one more than the last of those that it
-    waits for."""
+    """Return the level of each event, and the number of levels.
+
+    An event's level is one more than the last of those that it waits for.
+    """
     level_of: dict[tuple[int, int], int] = {}
     at, next_level = [0] * len(lengths), [0] * len(lengths)
     arrived: dict[tuple[int, int], int] = defaultdict(int)
@@ -346,7 +357,7 @@ def _level_numbers(
 
 
 class _UnionFind:
-    """Union of events that exchange messages."""
+    """Join events that exchange messages."""
 
     def __init__(self) -> None:
         self._above: dict[tuple[int, int], tuple[int, int]] = {}
@@ -363,8 +374,8 @@ class _UnionFind:
             self._above[first] = second
 
 
-# DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes
-# half a second.
+# DualPipeV over more ranks is bounded by its slowest rank: more instruction streams take half a
+# second to read.
 MAX_SIMULATED_DUALPIPEV_RANKS = 16
 
 
@@ -375,9 +386,12 @@ def step_seconds_of_partitions(
     backward_seconds: Floats,
     send_seconds: float,
 ) -> Floats:
-    """Of each partition. forward, backward (partitions, stages): one micro-batch, recomputation in
-    the backward pass; 2 p stages for dualpipev, whose rank r holds r and 2 p - 1 - r, and at least
-    2 p micro-batches. send: one message.
+    """Return the seconds of each partition's step.
+
+    forward_seconds, backward_seconds: one micro-batch (partitions, stages), recomputation in the
+        backward pass; dualpipev has 2 p stages, whose rank r holds r and 2 p - 1 - r, and at least
+        2 p micro-batches
+    send_seconds: one message
     """
     if schedule == "1f1b" and micro_batches >= forward_seconds.shape[1]:
         return one_f_one_b_step_seconds(
@@ -396,7 +410,7 @@ def step_seconds(
     backward_seconds: tuple[float, ...],
     send_seconds: float,
 ) -> float:
-    """Of one partition."""
+    """Return the seconds of one partition's step."""
     forward, backward = np.array([forward_seconds]), np.array([backward_seconds])
     return float(
         step_seconds_of_partitions(schedule, micro_batches, forward, backward, send_seconds)[0]

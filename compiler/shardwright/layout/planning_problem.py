@@ -1,4 +1,4 @@
-"""What a layout is for. A stage that decides about layouts takes one, and the strategy."""
+"""Define Problem: what layouts are searched and priced for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardwright.recipe.recipe_types import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The recipe (its pins included), the model's graph and the cluster that stages 1 to 3 made of
-    it.
+    """Hold the recipe (pins included), the model's graph and the cluster.
 
-    expert_matrices_are_modules: each matrix of an expert is a module of its own, as transformers 4
-    had it; not where the runs are this project's, but of published ones."""
+    expert_matrices_are_modules: each matrix of an expert is a module, as in transformers 4; only
+        set for published runs
+    """
 
     recipe: Recipe
     graph: ModelGraph

@@ -1,10 +1,8 @@
-"""Contiguous stages whose slowest pipeline rank does the least work: where the search for the
-fastest cut starts.
+"""Split layers into contiguous stages so that the slowest pipeline rank does the least work.
 
-DeepSpeed's own `partition_method: parameters` charges the embedding lookup as compute (measured: up
-to 25 % slower); here a layer costs its forward FLOPs, the head included and the lookup nearly free.
-That minimum alone does not make the step the shortest: `cuts` goes on from here with the schedule
-simulated.
+DeepSpeed's `partition_method: parameters` charges the embedding lookup as compute (measured: up to
+25 % slower). Here a layer costs its forward FLOPs; the head counts, the lookup is nearly free. The
+search for the fastest stages starts from this split and continues with the simulated schedule.
 """
 
 from __future__ import annotations
@@ -25,8 +23,10 @@ from shardwright.utils.memoize import memoize
 def layer_flops_per_token(
     graph: ModelGraph, sequence_length: int, vision_encoder_flops_per_token: int = 0
 ) -> tuple[int, ...]:
-    """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is
-    free. tower: what the first layer does beside the lookup."""
+    """Return each layer's forward FLOPs per token at this sequence length, at least 1.
+
+    vision_encoder_flops_per_token: what the first layer computes besides the lookup
+    """
     first, *others = (
         max(
             1,
@@ -39,6 +39,7 @@ def layer_flops_per_token(
 
 
 def max_stages(graph: ModelGraph) -> int:
+    """Return the largest number of stages that the layers can be split into."""
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
@@ -66,8 +67,10 @@ def balanced_boundaries(
     schedule: Schedule,
     vision_encoder_flops_per_token: int = 0,
 ) -> tuple[int, ...]:
-    """Boundaries, counted in the blocks that have to stay together; there are enough of them.
-    tower: as layer_costs takes it."""
+    """Return boundaries in blocks of layers that must stay together; there must be enough blocks.
+
+    vision_encoder_flops_per_token: as layer_flops_per_token takes it
+    """
     costs = _block_costs(graph, sequence_length, vision_encoder_flops_per_token)
     if PIPELINE_SCHEDULES[schedule].is_v_shaped:
         return balanced_dualpipev_boundaries(costs, stages)
@@ -78,29 +81,31 @@ def balanced_boundaries(
 def balanced_interleaved_boundaries(
     graph: ModelGraph, sequence_length: int, parts: int
 ) -> tuple[int, ...]:
-    """Boundaries, in layers, of the parts that pipeline ranks hold in turns: an interleaved
-    schedule goes at the pace of the slowest part. There are enough layers, none of which has to
-    stay beside another."""
+    """Return boundaries, in layers, of an interleaved schedule's stages.
+
+    The slowest stage sets the pace. There must be enough layers, and no two that must stay
+    together.
+    """
     return balanced_contiguous_boundaries(layer_flops_per_token(graph, sequence_length), parts)
 
 
-def max_decoder_layers_per_stage(graph: ModelGraph, strategy: Layout) -> int:
-    """Decoder layers of the larger parts where they are spread evenly."""
-    return -(-graph.decoder_layers // strategy.parts)
+def max_decoder_layers_per_stage(graph: ModelGraph, layout: Layout) -> int:
+    """Return the decoder layers of a larger stage where they are split evenly."""
+    return -(-graph.decoder_layers // layout.total_stages)
 
 
-def too_few_layers_error(graph: ModelGraph, strategy: Layout) -> Diagnostic:
+def too_few_layers_error(graph: ModelGraph, layout: Layout) -> Diagnostic:
+    """Return SW3106: the pipeline has more stages than the model can fill."""
     blocks = max_stages(graph)
     most = strategy.pipeline_schedule.ranks(blocks)
     layers = f"{len(graph.layers)} layers to put on them"
     shared = ", ".join(f"{first} to {last}" for first, last in graph.cut.together)
     if shared:
-        layers = f"{blocks} parts that can stand on a stage of their own"
-        shared = f" Decoder layers {shared} share parameters or state, and stay on one stage."
+        layers = f"{blocks} groups of layers that can be separated"
+        shared = f" Decoder layers {shared} share parameters or state and must stay on one stage."
     return Diagnostic(
         code="SW3106",
-        message=f"pipeline {strategy.pipeline} ({strategy.schedule}) makes {strategy.stages} "
-        "stages, "
+        message=f"pipeline {layout.pipeline} ({layout.schedule}) makes {layout.stages} stages, "
         f"but the model has {layers}",
         help=f"The layers are the embedding, {graph.decoder_layers} decoder layers and the "
         f"head.{shared} "
@@ -112,16 +117,16 @@ def too_few_layers_error(graph: ModelGraph, strategy: Layout) -> Diagnostic:
 
 @functools.lru_cache(maxsize=4096)
 def balanced_contiguous_boundaries(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """Contiguous non-empty stages with the least slowest stage.
+    """Return contiguous non-empty stages with the least slowest stage.
 
-    Of all such cuts the one with the least sum of squares is taken (the evenest), then the earliest
-    cuts: a dynamic programme over (stages used, layers placed), exact in integers.
+    Among those splits, the one with the least sum of squares wins (the most even), then the
+    earliest boundaries. A dynamic programme over (stages used, layers assigned) is exact in
+    integers.
     """
     layers = len(costs)
     sums = [0, *itertools.accumulate(costs)]
     limit = _least_slowest(costs, stages)
-    # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages, none slower
-    # than the limit.
+    # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages.
     best: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
     best[0] = (0, (0,))
     for stage in range(1, stages + 1):
@@ -138,14 +143,14 @@ def balanced_contiguous_boundaries(costs: tuple[int, ...], stages: int) -> tuple
             )
         best = following
     last = best[layers]
-    assert last is not None, "the limit came from a cut that exists"
+    assert last is not None, "the limit came from a split that exists"
     return last[1]
 
 
 def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
-    """The least possible slowest stage, by bisection over the answer with a greedy check.
+    """Return the least possible slowest stage, by bisection with a greedy check.
 
-    A greedy cut may use fewer stages than asked; splitting one further never makes the slowest
+    A greedy split may use fewer stages; splitting one of them further never makes the slowest
     slower.
     """
 
@@ -163,11 +168,10 @@ def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def balanced_dualpipev_boundaries(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """DualPipeV: rank r holds stages r and stages-1-r; non-empty stages with the least slowest
-    rank.
+    """Return non-empty DualPipeV stages with the least slowest rank; rank r holds r and stages-1-r.
 
-    Bisection over the answer, to a thousandth of it; for one answer, the outer ranks are placed
-    from both ends inwards and every reachable pair of edges (i, j) with layers [i, j) left over is
+    Bisects over the answer, to a thousandth of it. For one answer, the outer ranks are assigned
+    from both ends inwards, and every reachable pair of edges (i, j) with layers [i, j) left over is
     kept.
     """
     sums = [0, *itertools.accumulate(costs)]
@@ -190,7 +194,7 @@ def balanced_dualpipev_boundaries(costs: tuple[int, ...], stages: int) -> tuple[
     centre = min(range(i + 1, j), key=lambda m: (abs(2 * sums[m] - sums[i] - sums[j]), m))
     left, right = [i], [j]
     for level in reversed(levels[:-1]):
-        # The pair of outer edges whose two blocks are the evenest, among those within the limit.
+        # Take the outer edges whose two blocks are the most even, among those within the limit.
         _, a, b = min(
             (abs((sums[i] - sums[a]) - (sums[b] - sums[j])), a, b)
             for a, mask in level.items()
@@ -205,11 +209,11 @@ def balanced_dualpipev_boundaries(costs: tuple[int, ...], stages: int) -> tuple[
 
 
 def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, int]]:
-    """Per number of placed outer ranks: left edge -> bit mask of the right edges it can stand with,
-    in the limit.
+    """Map each left edge to a bit mask of its right edges within the limit, by number of outer
+    ranks.
 
-    A run of right edges leads to a run: what the last of them reaches and what the first does touch
-    each other, unless a layer between them is too large to be moved over.
+    A run of right edges leads to a run: the next edges of neighbours touch each other, unless a
+    layer between them is too large to move.
     """
     layers = len(sums) - 1
     costs = [stop - start for start, stop in itertools.pairwise(sums)]
@@ -217,7 +221,7 @@ def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, in
     for rank in range(ranks - 1):
         inside = (
             ranks - rank - 1
-        )  # ranks still to place: two layers each at least, `limit` each at most
+        )  # the ranks left need two layers each at least, and can take `limit` each at most
         following: dict[int, int] = {}
         farthest = [bisect.bisect_right(sums, at + inside * limit) - 1 for at in sums]
         for i, mask in levels[-1].items():
@@ -243,7 +247,7 @@ def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, in
 
 
 def _runs(mask: int) -> Iterator[tuple[int, int]]:
-    """First and last of each run of ones."""
+    """Yield the first and last bit of each run of ones."""
     while mask:
         first = (mask & -mask).bit_length() - 1
         rest = ~(mask >> first)
@@ -253,7 +257,7 @@ def _runs(mask: int) -> Iterator[tuple[int, int]]:
 
 
 def _final_edges(level: dict[int, int], sums: list[int], limit: int) -> tuple[int, int] | None:
-    """The first edges whose inside the last rank can hold, in two blocks."""
+    """Return the first edges whose inner layers the last rank can hold, in two blocks."""
     for i in sorted(level):
         for j in range(i + 2, bisect.bisect_right(sums, sums[i] + limit)):
             if level[i] >> j & 1:

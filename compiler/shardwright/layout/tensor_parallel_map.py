@@ -1,9 +1,9 @@
-"""Stage 5b: modules -> tensor-parallel styles, with every parameter's shard sizes.
+"""Map modules to tensor-parallel styles, with every parameter's shard sizes.
 
-Styles cut dimensions of Hugging Face's own layout. A weight ends in (out, in), experts' 3-D ones
-behind the number of the expert: colwise cuts the one but last, rowwise the last. transformers'
-Conv1D (GPT-2) holds (in, out). A column bias is cut with its output dimension; a row bias is whole
-on every rank, added once after the all-reduce.
+Styles shard dimensions of Hugging Face's own layout. A weight ends in (out, in); experts' 3-D
+weights have the expert first. colwise shards the last but one dimension, rowwise the last.
+transformers' Conv1D (GPT-2) holds (in, out). A column bias is sharded with its output dimension. A
+row bias is replicated, and added once after the all-reduce.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from shardwright.models.model_graph import (
 )
 from shardwright.utils.memoize import memoize
 
-# Model types whose linears are Conv1D, weight (in, out); everything else is nn.Linear, weight (out,
-# in).
+# Model types whose linears are Conv1D, weight (in, out). All others have nn.Linear, (out, in).
 TRANSPOSED_LINEAR_TYPES = ("gpt2", "gpt-sw3", "openai-gpt")
 
 
 def tensor_parallel_map(
     graph: ModelGraph, degree: int, *, padded: bool = False
 ) -> TensorParallelMap:
-    """Every module that owns parameters, in model order, each parameter once, then the containers
-    that a style names.
+    """Build the map of every module that owns parameters, in model order, then of those that a
+    style names.
 
-    A tied head comes with no parameters: its tensor is listed under the embedding. Uneven
-    vocabulary shards are allowed, and a linear whose whole output is gathered stays whole where it
-    does not divide; any other dimension must divide (errors: SW3103 to SW3105 and SW3126, those
-    that the rules know). padded: the vocabulary is cut as an engine does that pads it to a multiple
-    of the ranks.
+    A tied head has no parameters of its own: its tensor is listed under the embedding. Vocabulary
+    shards may be uneven. A linear whose whole output is gathered stays unsharded where it does not
+    divide; any other dimension must divide.
+
+    padded: pad the vocabulary to a multiple of the ranks, as Megatron does
+
+    Raises Refusal with SW3103, SW3104, SW3105 or SW3126.
     """
-    refused = divisibility_errors(graph, degree)
-    if refused:
-        raise Refusal(refused[0])
+    errors = divisibility_errors(graph, degree)
+    if errors:
+        raise Refusal(errors[0])
     styles = dict(graph.tensor_parallel_styles) if degree > 1 else {}
     modules = _owners(graph)
     splits: list[ModuleSharding] = []
@@ -85,17 +86,17 @@ def tensor_parallel_map(
     return result
 
 
-def with_unsplit_experts(graph: ModelGraph, found: TensorParallelMap) -> TensorParallelMap:
-    """The same where tensor ranks hold experts whole."""
+def with_unsplit_experts(graph: ModelGraph, tensor_map: TensorParallelMap) -> TensorParallelMap:
+    """Return the map with unsharded experts on each tensor rank."""
     experts = expert_modules(graph)
     modules = [
         replace(m, style="replicated", parameters=tuple(_unsplit(p) for p in m.parameters))
         if m.module in experts
         else m
-        for m in found.modules
+        for m in tensor_map.modules
     ]
     return replace(
-        found, modules=tuple(modules), sharded_fraction=_sharded_fraction(graph, modules)
+        tensor_map, modules=tuple(modules), sharded_fraction=_sharded_fraction(graph, modules)
     )
 
 
@@ -106,7 +107,7 @@ def _unsplit(split: ParameterSharding) -> ParameterSharding:
 
 
 def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:
-    """Module -> the parameters that it owns, each listed once, in model order."""
+    """Map each module to the parameters that it owns, each listed once, in model order."""
     modules: dict[str, list[Parameter]] = {}
     seen: set[str] = set()
     for layer in graph.layers:
@@ -129,7 +130,8 @@ def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSharding]) -> float:
 def _module_style(
     styles: dict[str, str], module: str, parameters: tuple[ParameterSharding, ...]
 ) -> str:
-    """What the module communicates. A linear that stays whole at this degree is a plain one."""
+    """Return what the module communicates; a linear that stays unsharded at this degree is
+    replicated."""
     style = styles.get(name_pattern(module), "replicated")
     if (
         style in STYLES_THAT_MAY_STAY_UNSHARDED
@@ -138,15 +140,15 @@ def _module_style(
     ):
         return "replicated"
     if style == "replicated" and any(p.dimension is not None for p in parameters):
-        return "local_params"  # only single parameters of it are cut
+        return "local_params"  # only some of its parameters are sharded
     return {FUSED_QKV: "packed_colwise", GROUPED_QKV: "colwise"}.get(style, style)
 
 
 def _containers(
     styles: dict[str, str], modules: dict[str, list[Parameter]]
 ) -> list[ModuleSharding]:
-    """Modules that own no parameters and still communicate: an attention module with head counts,
-    an experts' list."""
+    """Return modules without parameters that communicate: attention with head counts, an
+    experts' list."""
     without_communication = (
         *COLUMN_STYLES,
         *ROW_STYLES,
@@ -162,9 +164,9 @@ def _containers(
     )
     found: list[ModuleSharding] = []
     for path in paths:
-        for wanted, style in with_communication.items():
-            parent, _, leaf = wanted.rpartition(".")
-            if path not in modules and name_pattern(path) == wanted:
+        for pattern, style in with_communication.items():
+            parent, _, leaf = pattern.rpartition(".")
+            if path not in modules and name_pattern(path) == pattern:
                 found.append(ModuleSharding(module=path, style=style, parameters=()))
             elif style == "moe_identity_expert" and name_pattern(path) == parent:
                 found.append(ModuleSharding(module=f"{path}.{leaf}", style=style, parameters=()))
@@ -172,8 +174,8 @@ def _containers(
 
 
 def _with_local_heads(splits: list[ModuleSharding]) -> list[ModuleSharding]:
-    """Attention modules whose key/value heads have copies: their query heads share them in smaller
-    groups."""
+    """Mark attention modules whose key/value heads are copied: fewer of their query heads share
+    each."""
     allows_replicas = dict.fromkeys(
         s.module.rpartition(".")[0]
         for s in splits
@@ -194,22 +196,25 @@ def _vocabulary(total: int, degree: int, padded: bool) -> tuple[int, ...]:
 def split_parameter(
     graph: ModelGraph, parameter: Parameter, degree: int, *, padded: bool = False
 ) -> ParameterSharding:
-    """One parameter, cut over `degree` ranks; near-evenly where it does not divide (`indivisible`
-    says so). padded: as tensor_parallel_map takes it."""
+    """Return how one parameter is sharded over `degree` ranks, near-evenly where it does not
+    divide.
+
+    padded: as tensor_parallel_map takes it
+    """
     styles, units = _tables(graph)
     module = parameter.name.rpartition(".")[0]
     style = styles.get(name_pattern(parameter.name)) or styles.get(
         name_pattern(module), "replicated"
     )
     dimension = _dimension(graph, parameter, style) if degree > 1 else None
-    whole = ParameterSharding(
+    unsharded = ParameterSharding(
         name=parameter.name, shape=parameter.shape, dimension=None, blocks=(), sizes=()
     )
     if dimension is None:
-        return whole
+        return unsharded
     full = parameter.shape[dimension]
     if style in STYLES_THAT_MAY_STAY_UNSHARDED and full % degree:
-        return whole
+        return unsharded
     blocks = _blocks(graph, style, full)
     heads = _heads_of(units, parameter.name) or degree
     copies = degree // heads if style == "colwise" and degree > heads and degree % heads == 0 else 1
@@ -234,7 +239,7 @@ def _tables(graph: ModelGraph) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def _heads_of(units: dict[str, int], name: str) -> int | None:
-    """Of a parameter, by its own path or its module's, each with or without the layer's number."""
+    """Return the head count of a parameter or of its module, with or without the layer's number."""
     module = name.rpartition(".")[0]
     return next(
         (
@@ -258,7 +263,8 @@ def _blocks(graph: ModelGraph, style: str, full: int) -> tuple[int, ...]:
 
 
 def _dimension(graph: ModelGraph, parameter: Parameter, style: str) -> int | None:
-    """Which dimension the style cuts; None = whole on every rank."""
+    """Return the dimension that the style shards; None where every rank holds the parameter
+    unsharded."""
     dimensions = len(parameter.shape)
     if style in VOCABULARY_STYLES:
         return 0
@@ -271,7 +277,7 @@ def _dimension(graph: ModelGraph, parameter: Parameter, style: str) -> int | Non
 
 
 def is_attention_sharded(graph: ModelGraph) -> bool:
-    """Whether each tensor rank computes its own heads only, and not all of them."""
+    """Return whether each tensor rank computes only its share of the attention heads."""
     return any(
         graph.attention_module in p.split(".")
         for p, s in graph.tensor_parallel_styles
@@ -280,7 +286,7 @@ def is_attention_sharded(graph: ModelGraph) -> bool:
 
 
 def is_feed_forward_sharded(graph: ModelGraph) -> bool:
-    """Whether a tensor rank keeps its own share of the feed-forward's inner features only."""
+    """Return whether each tensor rank holds only its share of the feed-forward's inner features."""
     return any(
         s == "moe_tp_experts" or (s == "rowwise" and graph.attention_module not in p.split("."))
         for p, s in graph.tensor_parallel_styles
@@ -289,7 +295,7 @@ def is_feed_forward_sharded(graph: ModelGraph) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivisibilityConstraint:
-    """A number that the tensor degree must divide; `copied`: or be a multiple of."""
+    """Require a count that the tensor degree divides; with allows_replicas, or a multiple of it."""
 
     code: str
     name: str
@@ -301,8 +307,11 @@ class DivisibilityConstraint:
 
 
 def divisibility_errors(graph: ModelGraph, degree: int) -> tuple[Diagnostic, ...]:
-    """Why the model's dimensions forbid this degree: SW3103 heads, SW3104 key/value heads, SW3105
-    feed-forward, SW3126 experts; one a code, with the degrees that are valid."""
+    """Return why the model's dimensions forbid this degree, one error a code, with the valid
+    degrees.
+
+    Codes: SW3103 heads, SW3104 key/value heads, SW3105 feed-forward, SW3126 experts.
+    """
     counts = _counts(graph)
     errors: dict[str, Diagnostic] = {}
     for c in counts:
@@ -320,12 +329,13 @@ def _nearest_valid(counts: tuple[DivisibilityConstraint, ...], degree: int) -> t
 
 
 _HELP = {
-    "SW3103": "Each tensor rank computes whole attention heads.",
+    "SW3103": "Choose a degree that gives each tensor rank the same number of attention heads.",
     "SW3104": (
-        "A tensor rank holds whole key/value heads, or several ranks hold a copy of the same one."
+        "Choose a degree that divides the key/value heads, or a multiple of them: ranks then share "
+        "copies of a head."
     ),
-    "SW3105": "Each tensor rank holds an equal share of the feed-forward matrices.",
-    "SW3126": "Each tensor rank holds an equal share of every expert.",
+    "SW3105": "Choose a degree that splits the feed-forward matrices evenly.",
+    "SW3126": "Choose a degree that splits every expert evenly.",
 }
 
 

@@ -1,5 +1,6 @@
-"""What ZeRO communicates at once, in elements: DeepSpeed's own defaults, which the plan writes out
-and the cost model counts with.
+"""Define ZeRO's communication sizes in elements and what offload takes of host memory.
+
+The sizes are DeepSpeed's defaults; the plan writes them out and the cost model counts with them.
 """
 
 from __future__ import annotations
@@ -12,19 +13,17 @@ from shardwright.utils.json_values import JsonObject
 
 BUCKET_NUMEL = 500_000_000
 PREFETCH_NUMEL = 50_000_000
-"""ZeRO-3 gathers parameters ahead up to so many; one that is larger comes whole, by itself."""
+"""ZeRO-3 gathers up to this many parameters ahead; a larger parameter is gathered by itself."""
 LIVE_NUMEL = 1_000_000_000
 
-# The key of hpZ, a second copy of ZeRO-3's weights inside each node: the layout decides it, a
-# recipe can say no.
-
-
+# hpZ keeps a second copy of ZeRO-3's weights inside each node. The layout decides; a recipe can
+# disable it.
 HPZ = "zero_hpz_partition_size"
-"""In DeepSpeed's zero_optimization section: ranks that share one copy; 1 for none."""
+"""Names the key of DeepSpeed's zero_optimization section: ranks that share one copy, or 1."""
 
 
 def disables_hpz(extra: JsonObject) -> bool:
-    """Of a recipe's `extra`."""
+    """Return whether the recipe's `extra` turns hpZ off."""
     section = extra.get("zero_optimization")
     return isinstance(section, Mapping) and section.get(HPZ) == 1
 
@@ -34,7 +33,7 @@ def disables_hpz(extra: JsonObject) -> bool:
 
 
 USABLE_HOST_MEMORY_FRACTION = 0.9
-"""The rest is the system's, the data loaders' and the file cache's."""
+"""Leaves the rest to the system, the data loaders and the file cache."""
 
 
 def offloaded_bytes(optimizer: str, offload: Offload, parameters: int, nodes: int) -> float:
@@ -43,6 +42,8 @@ def offloaded_bytes(optimizer: str, offload: Offload, parameters: int, nodes: in
 
 
 def fits_in_host_memory(memory_bytes: float, needed_bytes: float) -> bool:
-    """Whether a node with this much memory can hold them; one that runs out kills its ranks without
-    a message."""
+    """Return whether a node's memory holds the offloaded states.
+
+    A node that runs out of memory kills its ranks without a message.
+    """
     return needed_bytes <= USABLE_HOST_MEMORY_FRACTION * memory_bytes

@@ -87,7 +87,7 @@ def shard_embedding_lookup(
 
     padding_idx keeps its meaning (no gradient for that row) on the rank that holds it.
     """
-    ((first, held),) = table.pieces(dist.get_rank(group))
+    ((first, held),) = table.shard_ranges(dist.get_rank(group))
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
         local = padding - first if first <= padding < first + held else None
@@ -150,7 +150,7 @@ def wrap_forward(
             _add_bias_once(module, leave)
         case "rowwise_split_input":
             _wrap_inputs_and_output(
-                module, enter=lambda x: slice_for_rank(x, held["weight"].pieces(rank), group)
+                module, enter=lambda x: slice_for_rank(x, held["weight"].shard_ranges(rank), group)
             )
             _add_bias_once(module, leave)
         case "moe_tp_experts" | "all_reduce":
@@ -326,7 +326,7 @@ class TensorSplitter:
         dimension = 1 - planned.dimension if planned.name in self.transposed else planned.dimension
         parts = [
             parameter.data.narrow(dimension, start, length)
-            for start, length in planned.pieces(self._rank)
+            for start, length in planned.shard_ranges(self._rank)
         ]
         parameter.data = torch.cat(parts, dim=dimension).contiguous()
         # Megatron's mark, which DeepSpeed reads: the gradient norm counts what carries it on every

@@ -77,7 +77,7 @@ TENSOR_PARALLEL_RNG = TensorParallelRng()
 def seed_dropout(plan: Plan, rank: int) -> None:
     """Data ranks and stages differ; the tensor ranks of one model copy share the seed."""
     at = plan.ranks[rank]
-    shards = plan.strategy.shards
+    shards = plan.strategy.zero_world_size
     torch.manual_seed(
         plan.training.seed + 1 + at.pipeline * shards + at.data * plan.strategy.context + at.context
     )

@@ -58,7 +58,7 @@ class ShardReader:
         if split is None or split.dimension is None:
             values = self.weights.read(stored, None)
         else:
-            cut = split.pieces(self.tensor_rank)
+            cut = split.shard_ranges(self.tensor_rank)
             parts = [
                 self.weights.read(stored, (split.dimension, start, length)) for start, length in cut
             ]
@@ -172,7 +172,7 @@ class WeightLoader:
         if split is None or split.dimension is None:
             view.copy_(self._read(stored, None, own))
         else:
-            for start, length in split.pieces(self.tensor_rank):
+            for start, length in split.shard_ranges(self.tensor_rank):
                 piece = (split.dimension, start, length)
                 view.narrow(*piece).copy_(self._read(stored, piece, own))
         parameter.data = data

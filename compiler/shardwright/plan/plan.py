@@ -295,13 +295,15 @@ class Plan:
                 "micro_batch_size x gradient_accumulation_steps x data is not the global batch"
             )
         taken = s.expert * s.expert_tensor_ranks
-        if (s.shards * s.tensor) % taken or s.shards_experts != bool(self.experts):
+        if (s.zero_world_size * s.tensor) % taken or s.shards_experts != bool(self.experts):
             raise ValueError(
-                f"expert {s.expert} over {s.shards} data x context ranks, {len(self.experts)} "
-                "modules"
+                f"expert {s.expert} over {s.zero_world_size} data x context ranks, "
+                f"{len(self.experts)} modules"
             )
-        if len(self.stages) != s.parts or any(not stage.layers for stage in self.stages):
-            raise ValueError(f"{len(self.stages)} stages in the plan, {s.parts} in the strategy")
+        if len(self.stages) != s.total_stages or any(not stage.layers for stage in self.stages):
+            raise ValueError(
+                f"{len(self.stages)} stages in the plan, {s.total_stages} in the strategy"
+            )
         layers = [name for stage in self.stages for name in stage.layers]
         if len(layers) != len(set(layers)):
             raise ValueError("a layer is on two stages")

@@ -111,7 +111,7 @@ def _parameter_bytes(
             for layer in graph.layers
             for numel in adapter_sizes(layer, modules, recipe.lora.rank)
         ]
-    shares = strategy.shards if strategy.zero_stage == 3 else 1
+    shares = strategy.zero_world_size if strategy.zero_stage == 3 else 1
 
     def resident(numel: int, cut: int) -> int:
         return -(-(numel // cut) // max(1, shares // cut))

@@ -147,7 +147,9 @@ def _for_engine(problem: Problem, engine: Engine) -> Problem:
     recipe = problem.recipe
     if recipe.target not in (AUTO_TARGET, engine.name):
         lacking: dict[str, Any] = {
-            a.name: a.plain for a in AXES if a.section and not a.runs and a.name not in engine.axes
+            a.name: a.off_value
+            for a in AXES
+            if a.section and not a.in_every_engine and a.name not in engine.axes
         }
         recipe = dataclasses.replace(
             recipe, parallelism=dataclasses.replace(recipe.parallelism, **lacking)

@@ -140,7 +140,15 @@ class LayersThatFitCache:
 
     def _states_of(self, layout: PricedLayout) -> Floats:
         s = layout.strategy
-        key = (s.tensor, s.expert, s.expert_tensor, s.shards, s.zero_stage, s.offload, in_a_row(s))
+        key = (
+            s.tensor,
+            s.expert,
+            s.expert_tensor,
+            s.zero_world_size,
+            s.zero_stage,
+            s.offload,
+            in_a_row(s),
+        )
         if key not in self._states:
             each = np.diff(states_of_layers(layout))
             self._states[key] = shortest(each, self._counted, in_a_row=in_a_row(s))

@@ -72,7 +72,7 @@ def slower_regions(
     if not ranked:
         return ()
     winner = ranked[0]
-    keys = [axis.name for axis in AXES if axis.region]
+    keys = [axis.name for axis in AXES if axis.splits_results]
 
     def region_of(strategy: Layout) -> tuple[Value, ...]:
         return tuple(getattr(strategy, key) for key in keys)

@@ -171,7 +171,7 @@ def with_hpz(layout: PricedLayout) -> PricedLayout | None:
         or s.offload != "none"
     ):
         return None
-    group = group_of(layout.cluster, s.shards, s.tensor)
+    group = group_of(layout.cluster, s.zero_world_size, s.tensor)
     if not 1 < group.ranks_per_node < group.ranks or group.ranks % group.ranks_per_node:
         return None
     return replace(layout, strategy=replace(s, hpz_partition_size=group.ranks_per_node))

@@ -72,7 +72,7 @@ def degrees_multiply_to_world_size(x: Candidate) -> Diagnostic | None:
     shown = [
         f"{a.name} {s.degrees()[a.name]}"
         for a in rank_axes()
-        if a.is_auto_by_default or s.degrees()[a.name] != a.plain
+        if a.is_auto_by_default or s.degrees()[a.name] != a.off_value
     ]
     return found(
         "SW3101",
@@ -144,7 +144,7 @@ def partial_checkpointing_layers(x: Candidate) -> Diagnostic | None:
     few fewer than the others: it recomputes all of them. More than an even share would mean
     `full`."""
     s, choice = x.strategy, x.strategy.activation_checkpointing
-    share = max_decoder_layers_per_stage(x.graph, s) * (s.parts // s.stages)
+    share = max_decoder_layers_per_stage(x.graph, s) * (s.total_stages // s.stages)
     if not isinstance(choice, PartialCheckpointing) or choice.full <= share:
         return None
     stages = (
@@ -268,17 +268,19 @@ def axes_are_runnable(x: Candidate) -> Diagnostic | None:
     wrong = {
         a: v
         for a, v in x.strategy.enabled_axes()
-        if not a.priced or not (a.runs or a.name in known)
+        if not a.has_cost_model or not (a.in_every_engine or a.name in known)
     }
     if not wrong:
         return None
     plain = [
-        f"{axis.name}: {str(axis.plain).lower()}"
+        f"{axis.name}: {str(axis.off_value).lower()}"
         for axis in x.strategy.values()
-        if axis in wrong or not (axis.runs or axis.name in known)
+        if axis in wrong or not (axis.in_every_engine or axis.name in known)
     ]
     named = ", ".join(f"{axis.name} {str(value).lower()}" for axis, value in wrong.items())
-    priced = "" if all(axis.priced for axis in wrong) else ", which has no numbers for it either"
+    priced = (
+        "" if all(axis.has_cost_model for axis in wrong) else ", which has no numbers for it either"
+    )
     return found(
         "SW3115",
         f"parallelism.{next(iter(wrong)).name}",

@@ -331,7 +331,7 @@ def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...
         estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
     )
     # Nine digits: what floating-point noise decides would not be a choice.
-    regions = (getattr(strategy, axis.name) for axis in AXES if axis.region)
+    regions = (getattr(strategy, axis.name) for axis in AXES if axis.splits_results)
     rest = (getattr(strategy, axis.name) for axis in reversed(AXES) if axis.section)
     words = (value if isinstance(value, int) else str(value) for value in rest)
     return (float(f"{goal:.9g}"), *regions, float(f"{other:.9g}"), *words)

@@ -58,8 +58,12 @@ def layout_grids(problem: Problem) -> Iterator[LayoutGrid]:
         for axis in AXES:
             if axis.section and not axis.ranks:
                 values = choices(axis, problem, degrees)
-                if not axis.runs and axis.name not in own and axis.pin(problem.recipe) is None:
-                    settled[axis.name] = axis.plain
+                if (
+                    not axis.in_every_engine
+                    and axis.name not in own
+                    and axis.pin(problem.recipe) is None
+                ):
+                    settled[axis.name] = axis.off_value
                 elif axis.values is not None:
                     walked.append((axis.name, values))
                 else:
@@ -88,7 +92,7 @@ def pinned_layout(recipe: Recipe, cluster: Cluster) -> Layout:
     rules explain."""
     pins = {axis.name: axis.pin(recipe) for axis in AXES if axis.section}
     values = {
-        axis.name: axis.plain if (pin := pins.get(axis.name)) is None else pin
+        axis.name: axis.off_value if (pin := pins.get(axis.name)) is None else pin
         for axis in AXES
         if axis.section
     }
@@ -129,7 +133,7 @@ def zero_baseline(recipe: Recipe, *, zero_stage: int) -> Recipe:
         if axis.is_auto_by_default
         or (axis.off_when_world_pinned and axis.section and axis.pin(recipe) is None)
     ]
-    plain: dict[str, Any] = {axis.name: axis.plain for axis in left if axis.feature}
+    plain: dict[str, Any] = {axis.name: axis.off_value for axis in left if axis.feature}
     pins = dataclasses.replace(free.parallelism, **plain, zero_stage=zero_stage)
     return dataclasses.replace(free, parallelism=pins)
 

@@ -18,17 +18,17 @@ _EXPERT = "parallelism.expert"
 def expert_divides_ranks(x: Candidate) -> Diagnostic | None:
     """They are neighbours among the ranks that have the same layers and shards."""
     s = x.strategy
-    if s.shards % s.expert == 0:
+    if s.zero_world_size % s.expert == 0:
         return None
     return found(
         "SW3145",
         _EXPERT,
         (
-            f"expert {s.expert} does not divide the {s.shards} ranks of data {s.data} x context "
-            f"{s.context}"
+            f"expert {s.expert} does not divide the {s.zero_world_size} ranks of data {s.data} x "
+            f"context {s.context}"
         ),
         "Expert ranks are taken out of data x context ranks, which expert must divide.",
-        nearest_divisors(s.shards, s.expert),
+        nearest_divisors(s.zero_world_size, s.expert),
     )
 
 

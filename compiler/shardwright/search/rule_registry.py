@@ -34,7 +34,9 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3106": rule(layout_rules.stages_have_layers, "pipeline", "schedule"),
     "SW3110": rule(layout_rules.dualpipev_needs_pipeline, "pipeline", "schedule"),
     "SW3112": rule(layout_rules.tensor_group_in_node, "tensor"),
-    "SW3115": rule(layout_rules.axes_are_runnable, *(axis.name for axis in AXES if not axis.runs)),
+    "SW3115": rule(
+        layout_rules.axes_are_runnable, *(axis.name for axis in AXES if not axis.in_every_engine)
+    ),
     "SW3116": rule(layout_rules.learned_positions_cover_sequence),
     "SW3117": rule(layout_rules.rotary_positions_trained),
     "SW3118": rule(layout_rules.precision_has_peak),
@@ -127,7 +129,7 @@ UNPRICEABLE_CODES = frozenset({"SW3101", "SW3102"})
 
 def can_be_priced(strategy: Layout, found: Iterable[Diagnostic]) -> bool:
     """Whether numbers can be given. found: of check_layout."""
-    priced = all(axis.priced for axis, _ in strategy.enabled_axes())
+    priced = all(axis.has_cost_model for axis, _ in strategy.enabled_axes())
     return priced and not any(d.code in UNPRICEABLE_CODES for d in found)
 
 

@@ -101,7 +101,7 @@ class SupportedValues:
 
 def _unsupported_pin(axis: Axis, recipe: Recipe) -> Value | None:
     """The pin, where the target's engine does not have the axis."""
-    return axis.plain if axis.name in ENGINES[recipe.target].axes else axis.pin(recipe)
+    return axis.off_value if axis.name in ENGINES[recipe.target].axes else axis.pin(recipe)
 
 
 CAN_BE_ESTIMATED = "`shardwright estimate` and `shardwright plan` read it already."
@@ -151,14 +151,14 @@ SUPPORTED_VALUES: tuple[SupportedValues, ...] = (
             code="SW1909",
             key=(axis.section, axis.name),
             value=partial(_unsupported_pin, axis),
-            allowed=(axis.plain, None),
+            allowed=(axis.off_value, None),
             help=(
-                f"Write `{axis.name}: {str(axis.plain).lower()}`. "
-                f"{CAN_BE_ESTIMATED if axis.priced else CANNOT_BE_ESTIMATED}"
+                f"Write `{axis.name}: {str(axis.off_value).lower()}`. "
+                f"{CAN_BE_ESTIMATED if axis.has_cost_model else CANNOT_BE_ESTIMATED}"
             ),
         )
         for axis in axes_in_print_order()
-        if not axis.runs
+        if not axis.in_every_engine
     ),
 )
 

@@ -355,7 +355,7 @@ def assign_stages(
     it), some stages are empty. With virtual stages those of all parts."""
     s = strategy
     if s.is_interleaved:
-        return assign_interleaved_stages(recipe, graph, s.parts)
+        return assign_interleaved_stages(recipe, graph, s.total_stages)
     if max_stages(graph) < s.stages:
         return _with_empty_stages(len(graph.layers), s.stages)
     if (

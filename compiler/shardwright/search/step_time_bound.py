@@ -65,7 +65,9 @@ list is worth."""
 _WORK: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
 _WORK += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
 _work_key = operator.attrgetter(*_WORK)
-_holding = operator.attrgetter(*(axis.name for axis in AXES if axis.holds), "hpz_partition_size")
+_holding = operator.attrgetter(
+    *(axis.name for axis in AXES if axis.affects_rank_state), "hpz_partition_size"
+)
 _but_checkpointing = operator.attrgetter(
     *(f.name for f in fields(Layout) if f.name != "activation_checkpointing")
 )
@@ -106,7 +108,7 @@ class StepTimeBound:
         """What the work of a micro-batch over all layers is the same for. Of the other degrees it
         knows no more than whether there are several ranks; of the schedule, where it puts a tied
         tensor."""
-        return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.shards > 1
+        return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.zero_world_size > 1
 
     def _laid_out(self, s: Layout) -> PricedLayout:
         """Of the last one that was asked about once."""
@@ -281,7 +283,9 @@ class StepTimeBound:
         the ranks before it went forward, and before they go backward. more: of each part, beyond
         its layers."""
         m, p = s.gradient_accumulation_steps, s.pipeline
-        bounds = assign_interleaved_stages(self._problem.recipe, self._problem.graph, s.parts)
+        bounds = assign_interleaved_stages(
+            self._problem.recipe, self._problem.graph, s.total_stages
+        )
         parts = [work[stop] - work[start] + more for start, stop in itertools.pairwise(bounds)]
         before = itertools.accumulate(parts[:p], initial=0.0)
         return max(

@@ -120,7 +120,8 @@ class NoiseScaleMeter:
         # The engine averages over data ranks what the loss was scaled up by; a hook sees a gradient
         # before.
         own = (
-            torch.stack(norms).double().square().sum().item() / self._plan.strategy.shards**2
+            torch.stack(norms).double().square().sum().item()
+            / self._plan.strategy.zero_world_size**2
             if norms
             else 0.0
         )

@@ -47,5 +47,10 @@ def test_copies_of_a_shard_are_read_once() -> None:
     split = ParameterSharding(
         name="w", shape=(6, 5), dimension=0, blocks=(6,), sizes=(3, 3, 3, 3), copies=2
     )
-    assert [split.pieces(rank) for rank in range(4)] == [((0, 3),), ((0, 3),), ((3, 3),), ((3, 3),)]
+    assert [split.shard_ranges(rank) for rank in range(4)] == [
+        ((0, 3),),
+        ((0, 3),),
+        ((3, 3),),
+        ((3, 3),),
+    ]
     assert torch.equal(join(split, [whole[:3], whole[3:]]), whole)

@@ -56,7 +56,7 @@ def problem_of(parallelism: ParallelismSection | None = None, **pins: object) ->
 def test_each_row_is_a_field_of_a_strategy() -> None:
     assert sorted(axis.name for axis in AXES) == sorted(field.name for field in fields(Layout))
     defaults = {f.name: f.default for f in fields(Layout) if f.default is not dataclasses.MISSING}
-    assert defaults == {name: axis_named(name).plain for name in defaults}
+    assert defaults == {name: axis_named(name).off_value for name in defaults}
 
 
 def test_the_rows_are_the_keys_of_the_recipe() -> None:
@@ -128,7 +128,7 @@ class WiderSection(ParallelismSection):
 
 RING = Axis(
     name="ring",
-    plain=1,
+    off_value=1,
     default=1,
     ranks=True,
     off_when_world_pinned=True,

@@ -114,7 +114,7 @@ def test_fewer_key_value_heads_than_ranks_are_held_by_several() -> None:
     found = splits(SMALL_LLAMA, 8)  # eight heads, four key/value heads of eight features
     key = found["model.layers.0.self_attn.k_proj.weight"][1]
     assert (key.copies, key.sizes) == (2, (8,) * 8)
-    assert [key.pieces(rank) for rank in (0, 1, 2, 7)] == [
+    assert [key.shard_ranges(rank) for rank in (0, 1, 2, 7)] == [
         ((0, 8),),
         ((0, 8),),
         ((8, 8),),
@@ -140,7 +140,7 @@ def test_experts_are_cut_inside_every_expert() -> None:
         1,
         (128, 128),
     )
-    assert gate_up[1].pieces(1) == ((64, 64), (192, 64))
+    assert gate_up[1].shard_ranges(1) == ((64, 64), (192, 64))
     assert found["model.layers.0.mlp.experts.down_proj"][1].dimension == 2
     assert found["model.layers.0.mlp.gate.weight"] == (
         "replicated",

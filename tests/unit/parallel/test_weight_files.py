@@ -70,7 +70,7 @@ def test_a_rank_reads_its_slices_alone(dimension: int, folder: Path) -> None:
         name=name, shape=shape, dimension=dimension, blocks=blocks, sizes=(blocks[0] // 4,) * 4
     )
     WeightLoader(model, weights, {name: split}, frozenset(), 2).fill([name])
-    ((start, length),) = split.pieces(2)
+    ((start, length),) = split.shard_ranges(2)
     wanted = load_file(folder / "model.safetensors")[name].narrow(dimension, start, length)
     assert torch.equal(cut(split, model.get_parameter(name), 2), wanted)
     assert weights.read_bytes == wanted.numel() * 4

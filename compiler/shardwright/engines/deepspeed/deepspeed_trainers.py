@@ -143,7 +143,7 @@ class DeepSpeedTrainer:
         """Packing makes the number of labels that count differ between micro-batches and ranks: the
         loss is a mean over those of the global batch."""
         predicted = self._sum(sum(m.predicted for m in micro_batches))
-        self.loss_fn.scale = len(micro_batches) * self.plan.strategy.shards / predicted
+        self.loss_fn.scale = len(micro_batches) * self.plan.strategy.zero_world_size / predicted
         if self.balance is not None:
             self.balance.share = micro_batch_weight(self.plan, len(micro_batches))
         for group in self.engine.optimizer.param_groups:
@@ -205,7 +205,7 @@ class DataParallelTrainer(DeepSpeedTrainer):
         super().__init__(plan, filler.transposed)
         strategy = plan.strategy
         topology = PipeModelDataParallelTopology(
-            num_pp=1, num_mp=strategy.tensor, num_dp=strategy.shards
+            num_pp=1, num_mp=strategy.tensor, num_dp=strategy.zero_world_size
         )
         self.grid = PipelineParallelGrid(topology=topology)
         self.hpz_group = hpz_group(plan)
@@ -288,7 +288,7 @@ class DataParallelTrainer(DeepSpeedTrainer):
                 norm = self._zero0_grad_norm()
             self.engine.step()
         dist.all_reduce(total, group=self.grid.get_data_parallel_group())
-        mean = total.item() / (len(micro_batches) * self.plan.strategy.shards)
+        mean = total.item() / (len(micro_batches) * self.plan.strategy.zero_world_size)
         return StepResult(
             loss=mean,
             grad_norm=norm if norm is not None else float(self.engine.get_global_grad_norm()),
@@ -384,7 +384,9 @@ class PipelineTrainer(DeepSpeedTrainer):
 
     def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
         predicted = self._sum(held_out.predicted)
-        self.loss_fn.scale = held_out.at_once * self.plan.strategy.shards / max(1, predicted)
+        self.loss_fn.scale = (
+            held_out.at_once * self.plan.strategy.zero_world_size / max(1, predicted)
+        )
         batches, loss = iter(held_out), 0.0
         for _ in range(0, len(held_out), held_out.at_once):
             wired = self._pipeline_inputs(list(itertools.islice(batches, held_out.at_once)))

@@ -298,7 +298,7 @@ class HfPipelineModule(PipelineModule):
         specs = [LayerSpec(PipelineLayer, stage, name, i - 1) for i, name in enumerate(layers)]
         strategy = plan.strategy
         topology = PipeModelDataParallelTopology(
-            num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.shards
+            num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.zero_world_size
         )
         super().__init__(layers=specs, topology=topology, loss_fn=loss_fn)
         self._last_spec = len(specs)
@@ -385,7 +385,7 @@ class HfPipelineModule(PipelineModule):
         if embedding == head:
             return {}
         for name in plan.model.shared_parameters:
-            for data in range(plan.strategy.shards):
+            for data in range(plan.strategy.zero_world_size):
                 for tensor in range(plan.strategy.tensor):
                     ranks = [
                         self._topo.get_rank(pipe=p, data=data, model=tensor)

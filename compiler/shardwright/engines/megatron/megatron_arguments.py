@@ -290,7 +290,7 @@ def _parallel_options(plan: Plan) -> Iterator[Option]:
         yield "--expert-tensor-parallel-size", str(s.expert_tensor_ranks)
     if s.pipeline > 1:
         yield "--pipeline-model-parallel-layout", pipeline_layout_text(plan)
-    if s.zero_stage > 0 and s.shards > 1:
+    if s.zero_stage > 0 and s.zero_world_size > 1:
         yield ("--use-distributed-optimizer",)
     for name, value in recompute_settings(plan).items():
         yield f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [str(value)])
@@ -320,7 +320,10 @@ def _text(value: Any) -> str:
 def zero_settings(plan: Plan) -> JsonObject:
     """distributed_optimizer: Megatron's own word for states that are shared out."""
     stage = plan.strategy.zero_stage
-    return {"stage": stage, "distributed_optimizer": stage > 0 and plan.strategy.shards > 1}
+    return {
+        "stage": stage,
+        "distributed_optimizer": stage > 0 and plan.strategy.zero_world_size > 1,
+    }
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:

@@ -256,9 +256,9 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
             f"{s.gradient_accumulation_steps} micro-batches are no multiple of pipeline "
             f"{s.pipeline}"
         )
-    elif layers < s.parts:
+    elif layers < s.total_stages:
         why = (
-            f"{s.parts} parts, and the model has {layers} layers to put on them, embedding and "
+            f"{s.total_stages} stages, and the model has {layers} layers for them, embedding and "
             "head counted"
         )
     elif isinstance(choice, PartialCheckpointing) and choice.full % s.virtual_stages:
@@ -295,7 +295,7 @@ def context_divides_sequence(x: Candidate) -> Diagnostic | None:
 def expert_groups(x: Candidate) -> Diagnostic | None:
     """They are cut out of tensor x context x data ranks (megatron/core/parallel_state.py:882)."""
     s = x.strategy
-    ranks, apart = s.tensor * s.shards, s.expert_tensor_ranks
+    ranks, apart = s.tensor * s.zero_world_size, s.expert_tensor_ranks
     if s.expert > 1 and not expert_modules(x.graph):
         return found(
             "SW3165",

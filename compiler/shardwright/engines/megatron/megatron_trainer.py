@@ -248,7 +248,7 @@ class MegatronTrainer:
 
     @property
     def _shares_states(self) -> bool:
-        return self.plan.strategy.zero_stage > 0 and self.plan.strategy.shards > 1
+        return self.plan.strategy.zero_stage > 0 and self.plan.strategy.zero_world_size > 1
 
     def _wrap_in_ddp(self, chunk: Any, place: int) -> Any:
         """place: from the second of a rank's chunks on, all of its gradients are one bucket."""
