@@ -58,7 +58,7 @@ def two_nodes(write_recipe: Callable[..., Path], tmp_path: Path) -> Path:
     ("hostfile", "code", "words"),
     [
         (None, "SW6003", "no hostfile says which"),
-        ("a slots=2\n", "SW5203", "1 host, and the plan has 2 nodes"),
+        ("a slots=2\n", "SW5203", "1 host, but the plan has 2 nodes"),
         ("a slots=2\nb slots=4\n", "SW5203", "line 2: b has slots=4"),
         ("a slots=2\na slots=2\n", "SW5202", "hostfile line 2"),
         ("a slots=2\nb slots=two\n", "SW5201", "hostfile line 2"),

@@ -154,25 +154,27 @@ def by_purpose(plan: Plan, calls: list[Call]) -> Counter[str]:
     found: Counter[str] = Counter()
     for what, ranks, dimensions, numel, size in calls:
         if what == "send":
-            found["sent"] += size
+            found["pipeline_send"] += size
         elif len(ranks) == 1 or numel <= SCALARS:
             continue
         elif what == "all_to_all_single":
-            found["rows" if dimensions == 2 else "context_all_to_all"] += size
+            found["expert_all_to_all" if dimensions == 2 else "context_all_to_all"] += size
         elif ranks == tensor and what == "all_reduce":
-            found["activations"] += size if numel > A_TOKEN * tokens else 0
+            found["tensor_all_reduce"] += size if numel > A_TOKEN * tokens else 0
         elif ranks == tensor:
             found["tensor_all_gather"] += size
         elif not ranks <= data:
-            found["tied"] += size
+            found["tied_all_reduce"] += size
         elif what.startswith("all_gather"):
-            found["gathered"] += size
+            found["parameter_all_gather"] += size
         else:
-            found["reduced"] += size
+            found["gradient_reduce"] += size
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
-    found["rows"] = sum(everyone[rank]["rows"] for rank in data) // len(data)
-    for key in ("reduced", "gathered", "tied"):
+    found["expert_all_to_all"] = sum(everyone[rank]["expert_all_to_all"] for rank in data) // len(
+        data
+    )
+    for key in ("gradient_reduce", "parameter_all_gather", "tied_all_reduce"):
         found[key] = max(everyone[rank][key] for rank in tensor)
     return found
 

@@ -1,5 +1,7 @@
-"""What large collectives reach of the links between nodes, by fabric and ranks:
-collective_bandwidth.json, each with its source."""
+"""Look up the share of link bandwidth that large collectives reach, by fabric and ranks.
+
+The measured curves and their sources are in collective_bandwidth.json.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,19 @@ from typing import Literal, TypedDict
 from shardwright.recipe.literal_types import Fabric
 
 Collective = Literal["all_reduce", "all_gather"]
-LARGEST_SIZE_FACTOR = 2.0  # that the size of a message changes a share by
-RANKS_PER_NODE = 8  # of the measured rings
+LARGEST_SIZE_FACTOR = 2.0  # limits how far a message's size changes the share
+RANKS_PER_NODE = 8  # in the measured rings
 
 
 class BandwidthCurve(TypedDict):
-    """Shares of the adapters' rate at so many ranks, eight a node, for messages of adapter_bytes
-    over each adapter. node_weight: see bandwidth_share."""
+    """Hold the measured shares of the adapters' rate, with eight ranks a node.
+
+    ranks: numbers of ranks that were measured
+    all_reduce, all_gather: share at each number of ranks
+    adapter_bytes: bytes of the measured messages over each adapter
+    size_exponent: exponent of the share's change with message size
+    node_weight: see bandwidth_share
+    """
 
     ranks: list[int]
     all_reduce: list[float]
@@ -32,7 +40,7 @@ class BandwidthCurve(TypedDict):
 
 @functools.cache
 def fabrics() -> dict[Fabric, BandwidthCurve]:
-    """Those that a curve was measured of."""
+    """Return the measured curve of each fabric."""
     text = (
         resources.files("shardwright.cluster")
         .joinpath("collective_bandwidth.json")
@@ -45,12 +53,14 @@ def fabrics() -> dict[Fabric, BandwidthCurve]:
 def bandwidth_share(
     fabric: Fabric, collective: Collective, ranks: int, nodes: int, adapter_bytes: float
 ) -> float | None:
-    """Of `ranks` ranks on so many nodes; adapter_bytes: of the message, over each adapter. None
-    where no curve was measured.
+    """Return the share of the adapters' rate that a collective reaches, or None without a curve.
 
-    A ring of n ranks over N nodes waits n times for a rank and N times for the network. The curve's
-    rings have eight ranks a node; one with fewer is read at ranks^(1 - w) x (8 N)^w, w the
-    node_weight.
+    A ring of n ranks over N nodes waits n times for a rank and N times for the network. The
+    measured rings have eight ranks a node; a ring with fewer is read at ranks^(1 - w) x (8 N)^w,
+    with w the node_weight.
+
+    ranks, nodes: of the collective
+    adapter_bytes: bytes of the message over each adapter
     """
     curve = fabrics().get(fabric)
     if curve is None:
@@ -67,8 +77,7 @@ def bandwidth_share(
 
 @functools.cache
 def _interpolated_share(fabric: Fabric, collective: Collective, ranks: float) -> float:
-    """Between two measured numbers of ranks on a line of logarithms; beyond them the nearest
-    one's."""
+    """Interpolate between measured numbers of ranks on a logarithmic scale; clamp at the ends."""
     curve = fabrics()[fabric]
     known, shares = curve["ranks"], curve[collective]
     at = bisect.bisect_left(known, ranks)

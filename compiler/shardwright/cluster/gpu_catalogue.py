@@ -1,7 +1,5 @@
-"""Stage 3: the recipe's `cluster` section -> Cluster.
-
-The catalogue is data: gpu_catalogue.json, each entry with its source.
-"""
+"""Resolve the recipe's `cluster` section with gpu_catalogue.json, whose entries name their
+sources."""
 
 from __future__ import annotations
 
@@ -17,31 +15,42 @@ from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.recipe.literal_types import Fabric
 from shardwright.recipe.recipe_types import ClusterSection
 
-# Stage 3's output: the machines.
+# The resolved cluster.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    name: str  # catalogue name, or "inline"
+    """Describe a GPU.
+
+    name: catalogue name, or "inline"
+    peak_flops: dense FLOP/s by precision
+    watts: the board's power limit; None where peak_flops are sustained
+    cache_bytes: last-level cache
+    compute_units: streaming multiprocessors (NVIDIA) or compute units (AMD)
+    fused_attention_gain: rate of fused attention's products over FlashAttention-2's on an A100
+    softmax_gain: the same for its exponentials
+    best_product_flops: the fastest dense half-precision product that was measured; None without one
+    """
+
+    name: str
     memory_gib: float
     hbm_bytes_per_second: float
-    peak_flops: Mapping[str, float]  # precision -> dense FLOP/s
-    watts: float | None  # the board's power limit; None: peak_flops are what it sustains
-    cache_bytes: float  # of the last level, before the memory
-    compute_units: int  # streaming multiprocessors (NVIDIA), compute units (AMD)
+    peak_flops: Mapping[str, float]
+    watts: float | None
+    cache_bytes: float
+    compute_units: int
     is_cpu: bool = False
-    fused_attention_gain: float = (
-        1.0  # rate of fused attention's products over FlashAttention-2's on an A100
-    )
-    softmax_gain: float = 1.0  # the same of its exponentials
-    best_product_flops: float | None = (
-        None  # the fastest dense product that was measured, half precision
-    )
+    fused_attention_gain: float = 1.0
+    softmax_gain: float = 1.0
+    best_product_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Bandwidths are per GPU, one direction."""
+    """Describe the machines; bandwidths are per GPU, in one direction.
+
+    fabric_is_given: the recipe names the fabric
+    """
 
     nodes: int
     gpus_per_node: int
@@ -52,7 +61,7 @@ class Cluster:
     shared_filesystem: bool
     price_per_gpu_hour: float | None
     fabric: Fabric = "infiniband"
-    fabric_is_given: bool = False  # by the recipe
+    fabric_is_given: bool = False
 
     @property
     def world_size(self) -> int:
@@ -68,7 +77,7 @@ class Cluster:
 
 
 class InlineGpuDefaults(TypedDict):
-    """What an inline GPU does not say. sources: of each number."""
+    """Hold defaults for an inline GPU; sources: the source of each number."""
 
     cache_mib: float
     compute_units: int
@@ -102,9 +111,9 @@ def catalogue() -> Catalogue:
 
 
 def resolve_cluster(section: ClusterSection) -> Cluster:
-    """One node where the recipe says auto: search/cluster_sizing.py decides how many.
+    """Resolve the cluster; `nodes: auto` gives one node, which search/cluster_sizing.py scales.
 
-    Raises Refusal: SW3001 unknown GPU, SW3002 an inline GPU without peaks.
+    Raises Refusal with SW3001 (unknown GPU) or SW3002 (inline GPU without peaks).
     """
     if errors := gpu_errors(section):
         raise Refusal(*errors)
@@ -155,14 +164,14 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
 
 
 def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
-    """SW3001, SW3002: what `check` can say of the cluster already."""
+    """Return the SW3001 and SW3002 errors of the cluster."""
     gpus = catalogue()["gpus"]
     if isinstance(section.gpu, str):
         if section.gpu in gpus:
             return ()
         near = _nearest(section.gpu, tuple(gpus))
         help = f"Did you mean `{near[0]}`? " if near else ""
-        help += f"Known: {', '.join(gpus)}. Any other one can be given inline: "
+        help += f"Use one of {', '.join(gpus)}, or describe the GPU inline: "
         help += "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}."
         return (
             found(
@@ -178,7 +187,7 @@ def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
 
 
 def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Entries of the same or a longer chip name ("h100" -> "h100-sxm-80gb"), then close
+    """Return entries of the same or a longer chip name ("h100" -> "h100-sxm-80gb"), then close
     spellings."""
     lowered = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
     same_chip = [n for n in names if n.startswith(lowered.split("-")[0])]

@@ -1,7 +1,7 @@
-"""What `cluster.measured` puts in the place of the cost model's own figures.
+"""Replace the cost model's figures by those of `cluster.measured`.
 
-Constants count for every model. Layers, the engine's own time and runs count for the model, the
-sequence length and the engine that they were measured with; elsewhere the formulas stand.
+Measured constants apply to every model. Measured layers, engine overheads and runs apply to the
+model, sequence length and engine that they were measured with; elsewhere the formulas apply.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Part = Literal["forward_seconds", "backward_seconds", "kept_bytes"]
 
 
 def calibrated_constants(recipe: Recipe) -> Constants:
-    """The model's own, with the measured ones in their place. Raises Refusal as
-    check_calibration."""
+    """Return the default constants, with measured ones in their place. Raises Refusal with
+    SW1303."""
     measured = recipe.cluster.measured
     if measured is None:
         return default_constants()
@@ -43,7 +43,7 @@ def calibrated_constants(recipe: Recipe) -> Constants:
 
 
 def calibration_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """SW1303: measurements that cannot stand for this recipe's machines."""
+    """Return SW1303 where the measurements do not apply to this recipe's machines."""
     measured = recipe.cluster.measured
     if measured is None:
         return ()
@@ -61,7 +61,7 @@ def calibration_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
     known = {field.name for field in dataclasses.fields(Constants)}
     strange = sorted(set(found.constants) - known)
     if strange:
-        wrong.append(f"by another version: this one has no constant {strange[0]}")
+        wrong.append(f"by another version, whose constant {strange[0]} this one lacks")
     zero = sorted(
         name for name, figure in found.constants.items() if name in known and not figure.value > 0
     )
@@ -82,13 +82,13 @@ def calibration_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 
 def check_calibration(recipe: Recipe) -> None:
-    """Raises Refusal: SW1303."""
+    """Raise Refusal with SW1303 where the measurements do not apply."""
     if wrong := calibration_errors(recipe):
         raise Refusal(*wrong, source=recipe.source)
 
 
 def calibration_for(recipe: Recipe, graph: ModelGraph) -> Measurements | None:
-    """Those that speak of this very model; None where there are none."""
+    """Return the measurements of this very model; None where there are none."""
     measured = recipe.cluster.measured
     if measured is None or recipe.assume.mfu is not None or recipe.assume.kernels != "auto":
         return None
@@ -107,9 +107,10 @@ Seconds = tuple[float, float, float]
 def measured_layer_seconds(
     recipe: Recipe, graph: ModelGraph, s: Layout, place: int, counted: Seconds
 ) -> Seconds:
-    """Forward, backward and what is run again of one micro-batch through the layer at this place.
-    counted: the same by the formulas, which stand where nothing was measured of the layer at this
-    tensor degree."""
+    """Return a layer's (forward, backward, recompute) seconds of one micro-batch.
+
+    counted: the formulas' seconds, returned where the layer was not measured at this tensor degree
+    """
     forward = _measured(recipe, graph, s, place, "none", "forward_seconds")
     backward = _measured(recipe, graph, s, place, "none", "backward_seconds")
     if forward is None or backward is None:
@@ -123,13 +124,16 @@ def measured_layer_seconds(
 def measured_activation_bytes(
     recipe: Recipe, graph: ModelGraph, s: Layout, place: int, checkpointing: Checkpointing
 ) -> float | None:
-    """What a decoder layer keeps of one micro-batch on a rank; None where nothing was measured of
-    it."""
+    """Return a decoder layer's saved activation bytes of one micro-batch on a rank; None if not
+    measured."""
     return _measured(recipe, graph, s, place, checkpointing, "kept_bytes")
 
 
 def representative_layers(kind_of: Sequence[int]) -> tuple[int, ...]:
-    """kind_of: as ModelShapes has it. For each layer the place whose figures are its own too."""
+    """Return for each layer the first layer of the same kind.
+
+    kind_of: as in ModelShapes
+    """
     first: dict[int, int] = {}
     return tuple(
         first.setdefault(kind, place) if kind >= 0 else place for place, kind in enumerate(kind_of)
@@ -139,7 +143,7 @@ def representative_layers(kind_of: Sequence[int]) -> tuple[int, ...]:
 def _measured(
     recipe: Recipe, graph: ModelGraph, s: Layout, place: int, checkpointing: str, part: Part
 ) -> float | None:
-    """Between two measured micro-batches and beyond them on a straight line."""
+    """Interpolate linearly between measured micro-batches, and extrapolate beyond them."""
     found = calibration_for(recipe, graph)
     if found is None or s.sequence_parallel or s.expert > 1 or s.context > 1:
         return None
@@ -158,29 +162,34 @@ def _between(rows: Sequence[LayerMeasurement], micro_batch: int, part: Part) -> 
 
 
 ZERO3_FORWARD_HOOK_SHARE = 0.4
-"""Of what ZeRO-3 adds to a layer: its modules' hooks of the forward pass, which a repeated pass has
-once more. Measured on a CPU with full recomputation: 2.2 ms more a layer than without ZeRO, where
+"""Gives the forward hooks' share of ZeRO-3's overhead of a layer; recomputation runs them once
+more. Measured on a CPU with full recomputation: 2.2 ms more a layer than without ZeRO, where
 ZeRO-3 adds 5.6 ms to both passes."""
 
 
 def host_overhead_seconds(recipe: Recipe, graph: ModelGraph, s: Layout, otherwise: float) -> float:
-    """What a micro-batch costs on a rank beyond its layers."""
+    """Return a micro-batch's seconds on a rank beyond its layers.
+
+    otherwise: the seconds where nothing was measured
+    """
     own = engine_overheads(recipe, graph, s)
     if own is None:
         return otherwise
     layers = sum(layer.kind == "decoder" for layer in graph.layers) / s.pipeline
-    choice, again = s.activation_checkpointing, 0.0
+    choice, recomputed = s.activation_checkpointing, 0.0
     if isinstance(choice, PartialCheckpointing):
-        again = min(layers, choice.full)
+        recomputed = min(layers, choice.full)
     elif choice == "full":
-        again = layers
-    hooked = layers + ZERO3_FORWARD_HOOK_SHARE * again * (s.zero_stage == 3)
+        recomputed = layers
+    hooked = layers + ZERO3_FORWARD_HOOK_SHARE * recomputed * (s.zero_stage == 3)
     return own.micro_batch_seconds.value + hooked * own.layer_seconds.value
 
 
 def engine_overheads(recipe: Recipe, graph: ModelGraph, s: Layout) -> EngineMeasurement | None:
-    """Of the ZeRO stage; a pipeline's are of ZeRO-1's engine, the nearest that one process can
-    run."""
+    """Return the measured overheads of the ZeRO stage.
+
+    A pipeline uses those of ZeRO-1, the nearest engine that one process can run.
+    """
     found = calibration_for(recipe, graph)
     return (
         None
@@ -190,7 +199,7 @@ def engine_overheads(recipe: Recipe, graph: ModelGraph, s: Layout) -> EngineMeas
 
 
 def measured_run_of(recipe: Recipe, graph: ModelGraph, s: Layout) -> RunMeasurement | None:
-    """The run of this very layout."""
+    """Return the measured run of this very layout, or None."""
     found, pins = calibration_for(recipe, graph), s.pins()
     return (
         None if found is None else next((run for run in found.runs if dict(run.pins) == pins), None)
@@ -198,8 +207,11 @@ def measured_run_of(recipe: Recipe, graph: ModelGraph, s: Layout) -> RunMeasurem
 
 
 def measured_over_predicted(recipe: Recipe, graph: ModelGraph, s: Layout) -> float:
-    """Measured over predicted: the layout's own where it ran, else the median of those that ran, so
-    that a layout that ran is compared with one that did not on equal terms. 1 where none ran."""
+    """Return measured over predicted seconds: of this layout's run, else the median of all runs, or
+    1.
+
+    The median compares layouts with and without a run on equal terms.
+    """
     found = calibration_for(recipe, graph)
     if found is None or not found.runs:
         return 1.0
@@ -208,7 +220,7 @@ def measured_over_predicted(recipe: Recipe, graph: ModelGraph, s: Layout) -> flo
 
 
 def scale_time(time: Time, factor: float) -> Time:
-    """Every second of it, and what is a rate the other way round."""
+    """Scale every duration by the factor, and every rate by its inverse."""
     if factor == 1:
         return time
     seconds = {
@@ -223,8 +235,8 @@ def scale_time(time: Time, factor: float) -> Time:
 
 
 def ranks_per_core(recipe: Recipe, cluster: Cluster) -> float:
-    """Above 1 where the ranks of a CPU's node share its cores, as far as anybody has counted
-    these."""
+    """Return the ranks of a CPU node for each of its cores, at least 1, as far as cores were
+    counted."""
     measured = recipe.cluster.measured
     if measured is None or not cluster.gpu.is_cpu:
         return 1.0
@@ -238,12 +250,13 @@ def shared_cores_step_seconds(
     computing_seconds: Sequence[float],
     reducing_seconds: Sequence[float],
 ) -> float:
-    """A step of ranks that share cores: as long as on cores of their own, and no shorter than the
-    computing of all of them on as many cores as there are, with the collectives, which were timed
-    with the cores shared.
+    """Return the step of ranks that share cores.
 
-    The sequences: of each pipeline rank, of which there are equally many of each. A pipeline's
-    messages hide: another rank computes.
+    The step is no shorter than on cores of its own, and no shorter than all ranks' computing on the
+    cores there are. Collectives were timed with shared cores. A pipeline's messages overlap with
+    another rank's computing.
+
+    computing_seconds, reducing_seconds: by pipeline rank, each of which has equally many ranks
     """
     share = ranks_per_core(recipe, cluster)
     if share == 1:

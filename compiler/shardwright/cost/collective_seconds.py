@@ -1,11 +1,11 @@
-"""Seconds of collectives and sends: a start per step of a ring, then bytes at the slowest link's
-share.
+"""Estimate the seconds of collectives and sends: ring latency plus bytes over the slowest link's
+rate.
 
 A ring over n ranks takes n - 1 steps and moves (n - 1) / n of the data past each rank for an
-all-gather or a reduce-scatter, twice both for an all-reduce (Thakur et al., 2005; Patarasu and
-Yuan, 2009). NCCL lays one ring per adapter over the nodes: where q members share a node, the data
-enters and leaves it over q adapters at once, so the rate per rank is q adapters' or the node's own
-links', whichever is less. It falls with the ranks that take part, by the fabric between the nodes
+all-gather or a reduce-scatter, and twice both for an all-reduce (Thakur et al., 2005; Patarasu and
+Yuan, 2009). NCCL builds one ring per adapter over the nodes. Where q members share a node, the data
+enters and leaves over q adapters at once. The rate per rank is then the smaller of q adapters' rate
+and the node's own links' rate. It falls with the number of ranks, by the fabric between nodes
 (cluster/collective_bandwidth.json).
 """
 
@@ -18,15 +18,15 @@ from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.cost_constants import Constants
 from shardwright.recipe.literal_types import Fabric
 
-# Gloo has no reduce-scatter of its own: it takes a whole all-reduce's time and more. Its all-gather
-# takes this many halves of an all-reduce (17 MB over 2 and 4 ranks of one machine: 1.1 to 1.8;
+# Gloo has no reduce-scatter: it takes at least an all-reduce's time. Its all-gather takes this many
+# halves of an all-reduce (17 MB over 2 and 4 ranks of one machine: 1.1 to 1.8;
 # benchmarks/gloo.json).
 GLOO_ALL_GATHER = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks at equal distances, nodes filled in order."""
+    """Describe a process group of equally spaced ranks; nodes are filled in order."""
 
     ranks: int
     ranks_per_node: int
@@ -42,8 +42,10 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: int, stride: int, fabric: Fabric | None = None) -> Group:
-    """`ranks` ranks, each `stride` after the last. fabric: of published runs; the cluster's own
-    where it says one."""
+    """Return the group of `ranks` ranks that are `stride` apart.
+
+    fabric: the published run's; the cluster's where the recipe names one
+    """
     inside = max(1, cluster.gpus_per_node // stride) if stride <= cluster.gpus_per_node else 1
     between = cluster.fabric if fabric is None or cluster.fabric_is_given else fabric
     return Group(ranks=ranks, ranks_per_node=min(ranks, inside), fabric=between)
@@ -56,7 +58,7 @@ def bytes_per_second(
     message_bytes: float,
     collective: Collective = "all_gather",
 ) -> float:
-    """Of a large collective, per rank."""
+    """Return the rate per rank of a large collective."""
     inside = cluster.intra_node_bytes_per_second * c.intra_node_efficiency
     if not group.spans_nodes:
         return inside
@@ -68,7 +70,7 @@ def bytes_per_second(
 
 
 def ring_start_seconds(c: Constants, group: Group) -> float:
-    """n - 1 steps, those between nodes the slower ones."""
+    """Return the latency of a ring's n - 1 steps; those between nodes are slower."""
     if group.ranks == 1:
         return 0.0
     between = group.nodes if group.spans_nodes else 0
@@ -86,7 +88,10 @@ def gather_seconds(
     calls: float = 1.0,
     collective: Collective = "all_gather",
 ) -> float:
-    """An all-gather to total_bytes on each rank, or a reduce-scatter of them, in so many calls."""
+    """Return the seconds of an all-gather to total_bytes on each rank, or of their reduce-scatter.
+
+    calls: how many collectives the bytes are split into
+    """
     n = group.ranks
     if n == 1:
         return 0.0
@@ -113,8 +118,10 @@ def all_reduce_seconds(
 def all_to_all_seconds(
     cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
 ) -> float:
-    """Each rank sends an equal piece of total_bytes to each other one: those of its node over the
-    node's links, the others' over its own adapter, both at the same time."""
+    """Return the seconds in which each rank sends an equal piece of total_bytes to each other one.
+
+    Pieces for the same node use its links and others the rank's own adapter, both at once.
+    """
     n, here = group.ranks, group.ranks_per_node
     if n == 1:
         return 0.0
@@ -137,7 +144,8 @@ def all_to_all_seconds(
 
 
 def send_seconds(cluster: Cluster, c: Constants, distance: int, message_bytes: float) -> float:
-    """One message to the rank `distance` further; nodes are filled in order."""
+    """Return the seconds of one message to the rank `distance` further; nodes are filled in
+    order."""
     if distance >= cluster.gpus_per_node:
         return c.inter_node_hop_seconds + message_bytes / (
             cluster.inter_node_bytes_per_second * c.inter_node_efficiency

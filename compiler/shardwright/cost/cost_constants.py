@@ -1,7 +1,7 @@
-"""The cost model's numbers that no data sheet gives, read once from constants.json.
+"""Load the cost model's constants that no data sheet gives, from constants.json.
 
-Each stands there with its unit, its meaning, its source or prior, and whether `make fit-cost` fits
-it. They are shared by all GPUs and models. Nothing else in cost/ holds a bare constant.
+Each entry has its unit, its meaning, its source or prior, and whether `make fit-cost` fits it. All
+GPUs and models share them. No other file of cost/ holds such a constant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
 
 
 class ConstantEntry(TypedDict):
-    """prior_spread: of the logarithm, how far the fit may move it; 0 = not fitted."""
+    """Describe one constant; prior_spread: how far the fit may move its logarithm, 0 if not
+    fitted."""
 
     value: float
     unit: str
@@ -28,8 +29,8 @@ class ConstantEntry(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The values alone; constants.json says what each means. An argument of the model, so that a
-    fit can vary it."""
+    """Hold the values, which constants.json explains; the model takes them as an argument for
+    the fit."""
 
     # matrix products
     gemm_efficiency: float
@@ -49,7 +50,7 @@ class Constants:
     logit_traffic_bytes_megatron: float
     logit_traffic_bytes_compiled: float
     optimizer_traffic_bytes: float
-    # what the host and the schedule add
+    # overhead of the host and the schedule
     launch_seconds: float
     kernels_per_layer_hf: float
     kernels_per_layer_megatron: float
@@ -98,7 +99,10 @@ class Constants:
         return self._of(kernels, "logit_bytes")
 
     def overlap(self, traffic: str) -> float:
-        """traffic: of engines.engine.Traits."""
+        """Return the share of communication that overlaps with compute.
+
+        traffic: as in engines.engine_definition's EngineTraits
+        """
         return self._of(traffic, "overlap")
 
     def _of(self, kernels: str, name: str) -> float:

@@ -1,5 +1,4 @@
-"""What an outer step between islands costs, and the same run as plain data parallelism over
-them."""
+"""Estimate an outer step between DiLoCo islands, and plain data parallelism over the same links."""
 
 from __future__ import annotations
 
@@ -17,15 +16,20 @@ ISLANDS, DATA_PARALLEL = "islands", "data parallel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandsCost:
-    """sent_bytes: each way over the store's link, an outer step. outer_seconds: that they take.
-    exposed_seconds: that training waits of them, an outer step; exposed_share: of the time of the
-    steps between two of them.
+    """Compare DiLoCo islands with plain data parallelism over the same links.
 
-    The same run as plain data parallelism over the same links sends gradient_bytes each way in
-    every step, in gradient_seconds. data_parallel_step_seconds: at best, where all of that hides
-    behind the step; data_parallel_longest_seconds: where none does. Both keep a layout's other
-    collectives inside an island. days and data_parallel_days (at best): None where the steps are
-    not known. take: the faster of the two, plain data parallelism where they are equal.
+    Both keep a layout's other collectives inside an island.
+
+    sent_bytes: each way over the store's link, by outer step
+    outer_seconds: the transfer of an outer step
+    exposed_seconds: the part of an outer step that training waits for
+    exposed_share: exposed_seconds over the time of the steps between two outer steps
+    gradient_bytes, gradient_seconds: plain data parallelism's transfer, each way, in every step
+    data_parallel_step_seconds: where all of that transfer overlaps with the step
+    data_parallel_longest_seconds: where none of it does
+    days, data_parallel_days: the whole training, the latter at best; None where the steps are not
+        known
+    take: the faster of the two; plain data parallelism where they are equal
     """
 
     islands: int
@@ -46,14 +50,16 @@ class IslandsCost:
 
 
 def islands_cost(recipe: Recipe, parameters: int, inner_step_seconds: float) -> IslandsCost | None:
-    """parameters: of the whole model. inner_step_seconds: of a step inside an island. None without
-    islands.
+    """Estimate the islands of a recipe; None where it has none.
 
-    The store adds the deltas up, beside one of the islands: its link carries those of the n - 1
-    others, and their sum back at the same time, so that T = 8 (n - 1) N / W for N bytes of deltas
-    over W bit/s. Exposed is what the steps that run meanwhile (overlap_steps) do not cover. A ring
-    of data parallelism sends 2 (n - 1) / n N (arXiv 1802.05799) in each step. Assumes a link that
-    reaches its rate, and no time for the sums.
+    The store adds up the deltas beside one island. Its link carries those of the n - 1 others, and
+    their sum back at the same time: T = 8 (n - 1) N / W for N bytes of deltas over W bit/s. The
+    part that the steps in the meantime (overlap_steps) do not cover is exposed. A ring of data
+    parallelism sends 2 (n - 1) / n N (arXiv 1802.05799) in each step. Assumes a link at its full
+    rate, and no time for the sums.
+
+    parameters: of the whole model
+    inner_step_seconds: a step inside an island
     """
     outer, cluster = recipe.training.outer, recipe.cluster
     rate = cluster.inter_island_gbits_per_second
@@ -106,5 +112,5 @@ def with_outer_step(time: Time, recipe: Recipe, graph: ModelGraph) -> Time:
 
 
 def inner_step_seconds(time: Time) -> float:
-    """Of a step without its share of the outer step."""
+    """Return a step without its share of the outer step."""
     return time.step_seconds - time.outer_comm_seconds

@@ -1,9 +1,8 @@
-"""Goodput: the share of a training's time that trains, what saves, failures and restarts take of
-the rest, and how many steps should lie between two saves.
+"""Estimate goodput: the share of the time that trains, and how often to save.
 
-Failures of nodes are independent and without memory, and each ends the run: the cluster's mean time
-between failures M is a node's over the number of nodes. A run that fails loses the steps since its
-last save, and is back R seconds later. Sources: J. W. Young, CACM 17(9), 1974; J. T. Daly, Future
+Failures of nodes are independent and memoryless, and each ends the run. The cluster's mean time
+between failures M is a node's over the number of nodes. A failed run loses the steps since its last
+save, and resumes R seconds later. Sources: J. W. Young, CACM 17(9), 1974; J. T. Daly, Future
 Generation Computer Systems 22(3), 2006.
 """
 
@@ -29,8 +28,12 @@ from shardwright.utils.memoize import memoize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureModel:
-    """mtbf_seconds: M, of the whole cluster. save_seconds: d, that training waits for a save.
-    restart_seconds: R, from a failure until training goes on from the last save."""
+    """Describe failures.
+
+    mtbf_seconds: M, mean time between failures of the whole cluster
+    save_seconds: d, that training waits for a save
+    restart_seconds: R, from a failure until training resumes from the last save
+    """
 
     mtbf_seconds: float
     save_seconds: float
@@ -39,7 +42,10 @@ class FailureModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTime:
-    """Expected seconds. lost: work done again, and saves and steps that a failure cut off."""
+    """Split the expected seconds.
+
+    lost: repeated work, and steps and saves that a failure interrupted
+    """
 
     trained: float
     saves: float
@@ -53,14 +59,18 @@ class ExpectedTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """The object of `estimate --json`.
+    """Hold the goodput object of `estimate --json`.
 
-    checkpoint_gbytes: of the tensors of one checkpoint. checkpoint_gbytes_per_second: of each node;
-    speed_from: recipe, measured or default. interval_steps: between two saves; None: saved after
-    the last step only. fraction: of the time that trains. auto_*: with `checkpoint.every_steps:
-    auto`. worth_of_half_the_save_days: what a save of half the seconds would shorten the training
-    by, at the interval that is right for it where the recipe says auto. Days are None where the
-    number of steps is not known yet, or where they are more than a float holds.
+    checkpoint_gbytes: tensors of one checkpoint
+    checkpoint_gbytes_per_second: write speed of each node
+    speed_from: recipe, measured or default
+    interval_steps: steps between two saves; None: only after the last step
+    fraction: share of the time that trains
+    auto_interval_steps, auto_expected_days: with `checkpoint.every_steps: auto`
+    worth_of_half_the_save_days: what a save in half the time would shorten the training by, at its
+        own best interval where the recipe says auto
+
+    Days are None where the number of steps is unknown, or where they overflow.
     """
 
     node_mtbf_hours: float
@@ -85,15 +95,17 @@ class Goodput:
 
 @functools.cache
 def goodput_constants() -> dict[str, float]:
-    """goodput.json's values, by name."""
+    """Return the values of goodput.json, by name."""
     text = resources.files("shardwright.cost").joinpath("goodput.json").read_text("utf-8")
     return {name: entry["value"] for name, entry in json.loads(text)["constants"].items()}
 
 
 def young_daly_seconds(d: FailureModel) -> float:
-    """The work between two saves that makes the expected time least, by Daly's higher-order
-    estimate, whose first term is Young's: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d for d <
-    2M, else M."""
+    """Return the work between two saves that minimizes the expected time, by Daly's higher-order
+    estimate.
+
+    Its first term is Young's: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d for d < 2M, else M.
+    """
     if d.save_seconds >= 2 * d.mtbf_seconds:
         return d.mtbf_seconds
     root = math.sqrt(d.save_seconds / (2 * d.mtbf_seconds))
@@ -104,8 +116,10 @@ def young_daly_seconds(d: FailureModel) -> float:
 
 
 def auto_interval(d: FailureModel, step_seconds: float, steps: int) -> int:
-    """`checkpoint.every_steps: auto`: at least a step, at most all of them. steps: 0 = not known
-    yet."""
+    """Return the steps of `checkpoint.every_steps: auto`: at least one, at most all.
+
+    steps: 0 where unknown
+    """
     interval = max(1, round(young_daly_seconds(d) / step_seconds))
     return min(interval, steps) if steps else interval
 
@@ -113,11 +127,12 @@ def auto_interval(d: FailureModel, step_seconds: float, steps: int) -> int:
 def expected_seconds(
     d: FailureModel, step_seconds: float, steps: int, interval: int
 ) -> ExpectedTime:
-    """Of a training with a save every `interval` steps, and after the last one.
+    """Return the expected time of a training with a save every `interval` steps, and after the last
+    one.
 
-    A stretch of w seconds (steps and their save) that failures interrupt takes M (e^(w/M) - 1) and
-    e^(w/M) - 1 restarts, each of which failures prolong to M (e^(R/M) - 1): Daly's complete model.
-    Infinite where e^(w/M) is more than a float holds.
+    A stretch of w seconds (steps and their save) takes M (e^(w/M) - 1) with its interruptions, and
+    e^(w/M) - 1 restarts. Failures prolong each restart to M (e^(R/M) - 1): Daly's complete model.
+    The result is infinite where e^(w/M) overflows.
     """
     whole, rest = divmod(steps, interval)
     mtbf = d.mtbf_seconds
@@ -126,9 +141,9 @@ def expected_seconds(
     for count, length in stretches:
         if count:
             seconds = length * step_seconds + d.save_seconds
-            again = _expm1(seconds / mtbf)
-            lost += count * max(0.0, mtbf * again - seconds)
-            restarts += count * again * mtbf * _expm1(d.restart_seconds / mtbf)
+            failures = _expm1(seconds / mtbf)
+            lost += count * max(0.0, mtbf * failures - seconds)
+            restarts += count * failures * mtbf * _expm1(d.restart_seconds / mtbf)
     saves = sum(count for count, _ in stretches) * d.save_seconds
     return ExpectedTime(trained=steps * step_seconds, saves=saves, lost=lost, restarts=restarts)
 
@@ -143,8 +158,12 @@ def _expm1(exponent: float) -> float:
 def goodput(
     problem: Problem, estimate: Estimate, *, measured: float | None = None
 ) -> Goodput | None:
-    """Of a recipe's chosen layout. measured: GB/s of each node, of a run's own saves. None where
-    nothing says how much is trained between saves: neither the steps nor every_steps is known."""
+    """Estimate the goodput of a recipe's chosen layout.
+
+    Returns None where neither the steps nor every_steps is known.
+
+    measured: GB/s of each node, from a run's own saves
+    """
     checkpoint = problem.recipe.checkpoint
     disturbances, files, speed = _disturbances(problem, estimate, measured)
     steps, step_seconds = estimate.training.steps, estimate.time.step_seconds
@@ -196,11 +215,11 @@ def goodput(
 def _disturbances(
     problem: Problem, estimate: Estimate, measured: float | None
 ) -> tuple[FailureModel, list[float], tuple[float, str]]:
-    """Beside it the bytes of a checkpoint by node, and the speed of a node with where that is from.
+    """Return the failure model, each node's checkpoint bytes, and a node's speed with its source.
 
-    A restart is the constant's seconds, one host's check of every byte
-    (checkpoint/resume_checkpoint.py), and each node's reading of its part, which takes what writing
-    it took.
+    A restart takes the constant's seconds, one host's check of every byte
+    (checkpoint/resume_checkpoint.py), and each node's read of its part, which takes as long as its
+    write.
     """
     given, constants = problem.recipe.cluster, goodput_constants()
     hours = given.node_mtbf_hours or constants["node_mtbf_hours"]
@@ -210,10 +229,10 @@ def _disturbances(
         speed = measured, "measured"
     else:
         speed = constants["checkpoint_gbytes_per_second"], "default"
-    layout = with_boundaries(
+    priced = with_boundaries(
         build_priced_layout(problem, estimate.strategy, default_constants()), estimate.boundaries
     )
-    nodes = node_checkpoint_bytes(layout)
+    nodes = node_checkpoint_bytes(priced)
     save = max(nodes) / (speed[0] * 1e9)
     check = sum(nodes) / (constants["check_gbytes_per_second"] * 1e9)
     found = FailureModel(
@@ -229,9 +248,8 @@ def _numel_by_name(graph: ModelGraph) -> dict[str, int]:
     return {p.name: p.numel for layer in graph.layers for p in layer.parameters}
 
 
-def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
-    """Bytes that each node writes of a checkpoint's tensors, in the order of the ranks
-    (checkpoint/checkpoint_saver.py).
+def node_checkpoint_bytes(priced: PricedLayout) -> list[float]:
+    """Return the bytes that each node writes of a checkpoint's tensors, in rank order.
 
     Of a trained element they are its master copy and moments; of a frozen one its value, as the
     model computes with it. Data (and context) ranks share out what ZeRO shares out, the optimizer's
@@ -239,8 +257,8 @@ def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
     with the same elements, and of a tied parameter's two stages, one writes: the ranks' parts are
     scaled to the whole.
     """
-    s, graph = layout.strategy, layout.graph
-    names = frozen_parameter_names(graph, layout.recipe.model.freeze)
+    s, graph = priced.strategy, priced.graph
+    names = frozen_parameter_names(graph, priced.recipe.model.freeze)
     whole = _numel_by_name(graph)
     total = sum(whole.values())
     left = 0 if layout.adapter_sizes else total - sum(whole[name] for name in names)
@@ -253,17 +271,17 @@ def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
             (
                 frozen,
                 s.zero_stage == 3,
-                layout.numel_of_chunks if layout.adapter_sizes else layout.frozen_numel_of,
+                priced.numel_of_chunks if priced.adapter_sizes else priced.frozen_numel_of,
             )
         )
-    nodes = [0.0] * layout.cluster.nodes
+    nodes = [0.0] * priced.cluster.nodes
     for size, shared, elements in parts:
-        of_stage = [elements(blocks) for blocks in layout.ranks]
+        of_stage = [elements(blocks) for blocks in priced.ranks]
         writers = s.tensor * (s.zero_world_size if shared else 1)
-        for rank, stage in _ranks(layout):
+        for rank, stage in _ranks(priced):
             if shared or rank // s.tensor % s.zero_world_size == 0:
                 share = of_stage[stage] / (sum(of_stage) * writers)
-                nodes[rank // layout.cluster.gpus_per_node] += size * share
+                nodes[rank // priced.cluster.gpus_per_node] += size * share
     return nodes
 
 

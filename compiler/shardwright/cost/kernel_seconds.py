@@ -1,4 +1,4 @@
-"""Seconds of single GPU kernels: a roofline with tiles, waves, alignment and memory bandwidth.
+"""Estimate single GPU kernels: a roofline with tiles, waves, alignment and memory bandwidth.
 
 Sources: the roofline model (Williams et al., 2009); tile and wave quantisation and alignment
 (NVIDIA, Matrix Multiplication Background User's Guide); fused attention (arXiv 2205.14135,
@@ -15,11 +15,10 @@ from shardwright.cluster.gpu_catalogue import Gpu
 from shardwright.cost.cost_constants import Constants
 from shardwright.utils.memoize import hashed_key, memoize
 
-# Output tiles that cuBLAS's kernels take, rows x columns; a product runs with the fastest for its
-# shape.
+# Output tiles of cuBLAS's kernels, rows x columns; a product runs with the fastest for its shape.
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-# Operands are loaded once a tile: a smaller one computes less per byte. Rate against 256 x 128,
-# from the shared-memory traffic of a tile, (rows + columns) / (rows x columns).
+# Rate of a tile against 256 x 128. Operands are loaded once a tile, so a smaller one computes less
+# per byte; its shared-memory traffic is (rows + columns) / (rows x columns).
 TILE_RATE = {
     (256, 128): 1.0,
     (128, 256): 1.0,
@@ -28,10 +27,10 @@ TILE_RATE = {
     (64, 128): 0.86,
     (64, 64): 0.72,
 }
-# Parts that the summed dimension is cut into where the output alone has too few tiles (split-K).
+# Split-K: parts of the reduction dimension where the output alone has too few tiles.
 SPLITS = (1, 2, 4)
-# Of the peak, the fastest product of a board that holds its clock (an A100: the prior of
-# gemm_efficiency).
+# Share of the peak that the fastest product reaches on a board that holds its clock (an A100: the
+# prior of gemm_efficiency).
 MAX_PRODUCT_EFFICIENCY = 0.86
 ALIGNED_WIDTH = 64
 ALIGNED_LOAD = 8
@@ -39,12 +38,17 @@ ALIGNED_LOAD = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a kernel needs to know of the GPU and the precision."""
+    """Hold the properties of a GPU and precision that kernels depend on.
 
-    flops_per_second: float  # dense peak of the precision
-    sustained_share: float  # of it, at the board's power limit
+    flops_per_second: dense peak of the precision
+    sustained_share: share of it at the board's power limit
+    cache_bytes: last-level cache
+    """
+
+    flops_per_second: float
+    sustained_share: float
     bytes_per_second: float
-    cache_bytes: float  # of the last level
+    cache_bytes: float
     compute_units: int
     element_bytes: int
     fused_attention_gain: float = 1.0
@@ -52,7 +56,10 @@ class Device:
 
 
 def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constants) -> Device:
-    """flops_per_second: the dense peak of the precision whose elements have so many bytes."""
+    """Return the device of a GPU and a precision.
+
+    flops_per_second: dense peak of the precision with elements of element_bytes
+    """
     share = sustained_share(c, flops_per_second, gpu.watts)
     if gpu.best_product_flops is not None and element_bytes < 4:
         share = min(share, gpu.best_product_flops / flops_per_second / MAX_PRODUCT_EFFICIENCY)
@@ -77,8 +84,10 @@ def _of(c: Constants) -> Hashable:
 def product_seconds(
     device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0
 ) -> float:
-    """`batch` products of (m, k) by (k, n), one kernel. Fractions of a batch are allowed (an
-    average)."""
+    """Return the seconds of `batch` products of (m, k) by (k, n) in one kernel.
+
+    batch: may be fractional (an average)
+    """
     units = device.compute_units
     rate = device.flops_per_second * device.sustained_share / units * c.gemm_efficiency
     rate *= width_efficiency(device, c, batch * m, n, k)
@@ -99,10 +108,10 @@ def product_seconds(
 
 
 def sustained_share(c: Constants, flops_per_second: float, watts: float | None) -> float:
-    """Of the peak, what a power limit allows to dense products.
+    """Return the share of the peak that a power limit allows to dense products.
 
-    Dynamic power grows with the clock's cube (f V^2, and V with f; Chandrakasan et al., 1992), so a
-    board with less than the peak's watts runs at the cube root of its share.
+    Dynamic power grows with the cube of the clock (f V^2, and V with f; Chandrakasan et al., 1992).
+    A board with less than the peak's watts runs at the cube root of its share.
     """
     if watts is None:
         return 1.0
@@ -110,12 +119,13 @@ def sustained_share(c: Constants, flops_per_second: float, watts: float | None) 
 
 
 def width_efficiency(device: Device, c: Constants, rows: float, *widths: int) -> float:
-    """Of a product whose activations have `rows` rows of one of these widths: a factor for each
-    halving of a width's power of two under 64 elements.
+    """Return a product's efficiency factor for widths that are not multiples of 64 elements.
 
-    Down to 8 elements a row begins inside a line of 128 bytes, and its ends are fetched with lines
-    that it shares with its neighbours: from memory, for the part of the activations that the cache
-    does not hold. Below that each load is broken up, wherever it comes from.
+    Each halving of a width's power of two below 64 costs a factor. Down to 8 elements, a row starts
+    inside a line of 128 bytes and shares lines with its neighbours. Only activations beyond the
+    cache pay for that. Below 8 elements each load is broken up, wherever it comes from.
+
+    rows: rows of the activations
     """
 
     def halvings(width: int, most: int) -> float:
@@ -133,7 +143,8 @@ def width_efficiency(device: Device, c: Constants, rows: float, *widths: int) ->
 
 
 def load_efficiency(c: Constants, head_dim: int) -> float:
-    """Tensor cores are fed 16 bytes a load; a head size that is no multiple of 8 breaks them up."""
+    """Return the efficiency for a head size: tensor cores load 16 bytes, or multiples of 8
+    elements."""
     return c.load_alignment_efficiency if head_dim % ALIGNED_LOAD else 1.0
 
 
@@ -142,7 +153,10 @@ def traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
 
 
 def fused_products_seconds(device: Device, c: Constants, *, flops: float, head_dim: int) -> float:
-    """The two products of fused causal attention, forward. flops: full S x S."""
+    """Return the forward seconds of fused causal attention's two products.
+
+    flops: full S x S
+    """
     share = (
         c.fused_attention_efficiency * device.fused_attention_gain * load_efficiency(c, head_dim)
     )
@@ -150,16 +164,20 @@ def fused_products_seconds(device: Device, c: Constants, *, flops: float, head_d
 
 
 def softmax_seconds(device: Device, c: Constants, *, scores: float) -> float:
-    """The exponentials of fused attention: no tensor core computes them, so a small head is the
-    slower."""
+    """Return the seconds of fused attention's exponentials.
+
+    No tensor core computes them, so they take a larger share with a small head.
+    """
     return scores * c.softmax_unit_seconds / device.compute_units / device.softmax_gain
 
 
 def eager_attention_seconds(
     device: Device, c: Constants, *, heads: float, head_dim: int, length: int, passes: float
 ) -> float:
-    """Forward of two batched products of `heads` (micro-batch x local heads), and the kernels
-    between them."""
+    """Return the forward seconds of two batched products and the kernels between them.
+
+    heads: micro-batch x local heads
+    """
     products = product_seconds(
         device, c, m=length, n=length, k=max(64, head_dim), batch=heads
     ) + product_seconds(device, c, m=length, n=max(64, head_dim), k=length, batch=heads)

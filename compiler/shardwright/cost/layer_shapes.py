@@ -1,7 +1,7 @@
-"""The matrix products of each distinct decoder layer, as one tensor rank runs them.
+"""Count the matrix products and activations of each distinct decoder layer on one tensor rank.
 
-Shape letters: S sequence length, b micro-batch, H hidden size, V vocabulary, t tensor degree. A
-product is (M, K) times (K, N); M is b x S tokens.
+S: sequence length, b: micro-batch, H: hidden size, V: vocabulary, t: tensor degree. A product is
+(M, K) times (K, N), where M is b x S tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ from shardwright.utils.memoize import memoize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """n, k: local widths. batch: local experts (1 elsewhere). in_attention: belongs to the
-    attention module."""
+    """Describe one matrix product.
+
+    n, k: local widths
+    batch: local experts (1 elsewhere)
+    in_attention: belongs to the attention module
+    """
 
     n: int
     k: int
@@ -41,17 +45,21 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What tells one kind of decoder layer from another. Elements are per token, kept for backward.
+    """Describe one kind of decoder layer; elements are per token and saved for the backward pass.
 
-    matmul_flops: forward, per token, of the whole layer; attention_flops: per token and position.
-    attention_module_flops: the part of matmul_flops inside the attention module. fused_norms:
-    torch's own LayerNorm, one kernel; composed_norms: a weight without a bias, RMSNorm in Python.
-    expert_numel: of numel, what expert ranks can share out; experts_per_token: that each token is
-    routed to; expert_features: widths of all products of an expert, into and out of each. 0 where
-    there are none. gathered_products: linears whose whole output every tensor rank gets,
-    gathered_outputs wide together;
-        gathered_features: what those move per token forward and backward, the output gathered and
-        the input's gradient all-reduced (twice the bytes).
+    numel: local parameters
+    matmul_flops: forward, per token, of the whole layer
+    attention_module_flops: the attention module's part of matmul_flops
+    attention_flops: per token and position
+    fused_norms: torch's own LayerNorm, one kernel
+    composed_norms: a weight without a bias, RMSNorm in Python
+    gathered_products: linears whose whole output every tensor rank gathers
+    gathered_outputs: their total width
+    gathered_features: what they move per token forward and backward: the output gathered and the
+        input's gradient all-reduced (twice the bytes)
+    expert_numel: the part of numel that expert ranks can shard; 0 without experts
+    experts_per_token: experts that each token is routed to
+    expert_features: widths of all products of an expert, inputs and outputs
     """
 
     products: tuple[Product, ...]
@@ -74,49 +82,52 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShapes:
-    """kinds: distinct decoder layers. kind_of: for each of graph.layers, an index into kinds; -1
-    for the ends.
+    """Hold the decoder layers' shapes; tuples over layers are prefix sums (length layers + 1).
 
+    kinds: distinct decoder layers
+    kind_of: for each of graph.layers an index into kinds; -1 for embedding and head
+    numel: local parameters, prefix sums
+    expert_numel: LayerShape's, prefix sums
+    modules: modules with parameters of their own, each matrix of an expert counted, prefix sums
+    stacked_modules: the same where a layer's experts are one module
+    decoder_flops: all decoder layers' products, those of the attention modules, scores
+    head_flops: per token
     attention_degree, feed_forward_degree: tensor ranks that share the heads and the inner features;
-    1 where a style gathers them and each rank computes all.
+        1 where a style gathers them and each rank computes all
+    matrices: matrices of the decoder layers, an upper bound of the parameters gathered one by one
+    shared_numel: the tied tensor's local elements, which embedding and head both list (0 if untied)
+    head_width: local vocabulary
+    flops_source: of the first layer that was not traced, else traced
+    positions: a table of positions is added at the embedding, so layers have no rotary kernels
     """
 
     kinds: tuple[LayerShape, ...]
     kind_of: tuple[int, ...]
-    numel: tuple[int, ...]  # local parameters, prefix sums over graph.layers (length layers + 1)
-    expert_numel: tuple[int, ...]  # of LayerShape, prefix sums
+    numel: tuple[int, ...]
+    expert_numel: tuple[int, ...]
     gathered_products: tuple[int, ...]
     gathered_features: tuple[int, ...]
-    modules: tuple[
-        int, ...
-    ]  # that hold parameters of their own, each expert's matrices alone; prefix sums
-    stacked_modules: tuple[int, ...]  # the same where a layer's experts are one module
-    decoder_flops: tuple[
-        int, int, int
-    ]  # of all decoder layers: products, those of the attention modules, scores
-    head_flops: int  # per token
+    modules: tuple[int, ...]
+    stacked_modules: tuple[int, ...]
+    decoder_flops: tuple[int, int, int]
+    head_flops: int
     attention_degree: int
     feed_forward_degree: int
-    matrices: int  # of the decoder layers: as many parameters are gathered one by one at most
-    shared_numel: (
-        int  # the tied tensor's local elements, which embedding and head both list (0 if untied)
-    )
-    head_width: int  # local vocabulary
-    flops_source: str  # of the first layer that was not traced, else traced
-    positions: (
-        bool  # a table of positions is added at the embedding: no rotary kernels in the layers
-    )
+    matrices: int
+    shared_numel: int
+    head_width: int
+    flops_source: str
+    positions: bool
 
     def largest_layer(self, expert: int) -> int:
-        """Local parameters of the largest decoder layer, where so many expert ranks share out its
-        experts."""
+        """Return the local parameters of the largest decoder layer with this many expert ranks."""
         return max(
             (kind.numel - kind.expert_numel + kind.expert_numel // expert for kind in self.kinds),
             default=0,
         )
 
     def largest_product(self, expert: int) -> int:
-        """Of the largest matrix in one."""
+        """Return the elements of the largest matrix with this many expert ranks."""
         products = (
             (p, max(1, p.batch // expert) if kind.expert_numel else p.batch)
             for kind in self.kinds
@@ -136,7 +147,7 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
 
     mapped = (
         graph.tensor_parallel_kind != ""
-    )  # without a map the estimate is of what tensor parallelism usually is
+    )  # without a map, estimate the usual tensor parallelism
     return ModelShapes(
         kinds=kinds,
         kind_of=kind_of,
@@ -170,10 +181,10 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
 def _split_layers(
     graph: ModelGraph, tensor: int
 ) -> tuple[tuple[LayerShape, ...], tuple[int, ...], tuple[int, ...]]:
-    """ModelShapes.kinds and kind_of, and each layer's parameters on one tensor rank."""
+    """Return ModelShapes.kinds, kind_of and each layer's parameters on one tensor rank."""
     styles = dict(graph.tensor_parallel_styles)
-    # Layers that differ in their number alone are split once, if no style and no number of heads is
-    # one layer's own.
+    # Layers that differ in their number alone are split once, unless styles or head counts name
+    # single layers.
     alike = all(
         name_pattern(path) == path
         for path, _ in (*graph.tensor_parallel_styles, *graph.tensor_parallel_heads)
@@ -195,9 +206,12 @@ def _split_layers(
 
 
 def _modules(layer: Layer, *, stacked: bool = False) -> int:
-    """Modules with parameters. Experts whose matrices stand in one tensor are one module. Those of
-    the published runs (transformers 4, a loop over experts in Python) were three each: gate, up and
-    down."""
+    """Count modules with parameters; experts whose matrices are stacked in one tensor are one
+    module.
+
+    Published runs (transformers 4, a loop over experts in Python) have three each: gate, up and
+    down.
+    """
     if stacked:
         return len({p.name.rpartition(".")[0] for p in layer.parameters})
     names = {p.name.rpartition(".")[0] for p in layer.parameters if len(p.shape) < 3}
@@ -226,13 +240,13 @@ _COUNTS = (
     *("activation_elements_per_token", "attention_activation_elements_per_token"),
     "attention_matrix_elements_per_token_per_position",
 )
-"""What a LayerShape takes of its layer beside the parameters."""
+"""Names the fields that a LayerShape copies from its layer."""
 
 
 def _split_layer(
     graph: ModelGraph, layer: Layer, tensor: int, styles: dict[str, str]
 ) -> tuple[LayerShape | None, int]:
-    """None for the embedding and the head; and its parameters on one tensor rank."""
+    """Return the shape (None for embedding and head) and the parameters on one tensor rank."""
     transposed = graph.model_type in TRANSPOSED_LINEAR_TYPES
     splits = [(p, split_parameter(graph, p, tensor)) for p in layer.parameters]
     shards = [(p, split.shard_shape(0)) for p, split in splits]
@@ -251,7 +265,7 @@ def _split_layer(
     experts = [(p, shape) for p, shape in shards if p.name.rpartition(".")[0] in modules]
     shape = LayerShape(
         expert_numel=sum(_numel(shape) for _, shape in experts),
-        experts_per_token=_chosen(layer, [p for p, _ in experts]),
+        experts_per_token=_experts_per_token(layer, [p for p, _ in experts]),
         expert_features=sum(shape[-1] + shape[-2] for _, shape in experts if len(shape) == 3),
         products=tuple(
             _product(shape, transposed, p.name.startswith(attention))
@@ -274,8 +288,8 @@ def _split_layer(
     return shape, numel
 
 
-def _chosen(layer: Layer, experts: list[Parameter]) -> int:
-    """Experts that a token goes to: what the layer computes beyond its other matrices."""
+def _experts_per_token(layer: Layer, experts: list[Parameter]) -> int:
+    """Return the experts of a token: the layer's expert FLOPs over those of one expert."""
     if not experts:
         return 0
     names = {p.name for p in experts}
@@ -286,14 +300,16 @@ def _chosen(layer: Layer, experts: list[Parameter]) -> int:
 
 
 def saved_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
-    """The first, the third and so on: those whose results torchtitan's selective checkpointing
-    keeps (arXiv 2410.06511, section 2.2.3; its policy counts matrix products in the order of the
-    forward pass)."""
+    """Return the first, third, ... product: torchtitan's selective checkpointing saves their
+    results.
+
+    Its policy counts matrix products in the order of the forward pass (arXiv 2410.06511, 2.2.3).
+    """
     return products[::2]
 
 
 def recomputed_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
-    """The others."""
+    """Return the second, fourth, ... product."""
     return products[1::2]
 
 
@@ -305,7 +321,7 @@ def _product(shape: tuple[int, ...], transposed: bool, in_attention: bool) -> Pr
 
 
 def _norms(layer: Layer, hidden: int, *, with_bias: bool) -> int:
-    """Norms over the hidden size: modules whose every parameter is one vector of it."""
+    """Count norms over the hidden size: modules whose every parameter is one vector of it."""
     modules: dict[str, list[tuple[int, ...]]] = {}
     for parameter in layer.parameters:
         modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter.shape)
@@ -320,25 +336,23 @@ def _numel(shape: tuple[int, ...]) -> int:
     return result
 
 
-# Activation bytes per layer: traced from the model's own modules, or the published formula for
-# other people's.
-#
-# `assume.kernels: auto` and `hf` take what the model's modules keep (ModelGraph's traced bytes).
-# `megatron`, `compiled` say that other code ran a model of these shapes, for which arXiv 2205.05198
-# counts, as it does for a layer that could not be traced, and for `hf` of a GPT-2 (see
-# runs_hf_modules). Shape letters: S sequence length, t tensor degree.
+# Saved activation bytes by layer. `assume.kernels: auto` and `hf` use the traced bytes of the
+# model's modules. `megatron` and `compiled` assume other code of the same shapes, which arXiv
+# 2205.05198's formula counts. The formula also counts layers that could not be traced, and `hf` of
+# a GPT-2 (see runs_hf_modules).
 
-
-# Published runs of plain GPTs in PyTorch come as a GPT-2 recipe, and are none: nobody pretrains
-# Hugging Face's GPT-2 at those sizes. They are MPT and its like, whose GELU and loss are fused
-# (decision 011).
+# Published runs of plain GPTs in PyTorch are written as GPT-2 recipes. They ran MPT and similar
+# models, whose GELU and loss are fused (decision 011).
 PUBLISHED_GPT_TYPE = "gpt2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Bytes for one sequence: whole is on every tensor rank (cut by sequence parallelism), divided
-    is cut by t."""
+    """Count the bytes of one sequence.
+
+    replicated: on every tensor rank, unless sequence parallelism shards them
+    sharded: sharded over tensor ranks
+    """
 
     replicated: float
     sharded: float
@@ -349,12 +363,16 @@ class ActivationBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedActivations:
-    """Of one model at one length, precision, checkpointing and kernels; prefix sums over
-    graph.layers.
+    """Hold saved activations of one model, length, precision, checkpointing and kernels, as prefix
+    sums.
 
-    The head's own entry is 0: it runs and goes back at once, so `head` is working memory, as are
-    `recomputed` (what checkpointing drops of a decoder layer, and computes again) and `context`
-    (masks, rotary tables). largest: all that the largest decoder layer makes.
+    The head's entry in the prefix sums is 0: it runs forward and backward at once, so `head` is
+    working memory.
+
+    replicated, sharded: ActivationBytes, prefix sums over graph.layers
+    largest: all activations of the largest decoder layer
+    recomputed: what checkpointing drops of a decoder layer and recomputes, which is working memory
+    context: masks and rotary tables, which are working memory
     """
 
     replicated: tuple[float, ...]
@@ -372,15 +390,17 @@ class SavedActivations:
 
 
 def runs_hf_modules(graph: ModelGraph, kernels: str) -> bool:
-    """Whether the recipe's own Hugging Face modules are what ran."""
+    """Return whether the recipe's own Hugging Face modules ran."""
     return kernels == "auto" or (kernels == "hf" and graph.model_type != PUBLISHED_GPT_TYPE)
 
 
 def uses_selective_op(graph: ModelGraph, kernels: str) -> bool:
-    """Whether "selective" is torch's selective checkpointing by operator (arXiv 2410.06511, section
-    2.2.3): of each layer its input, fused attention's output and every second product's result are
-    kept. That is what PyTorch code other than this project's runtime calls selective; the runtime
-    recomputes the attention module."""
+    """Return whether "selective" means torch's selective checkpointing by operator.
+
+    It saves each layer's input, fused attention's output and every second product's result (arXiv
+    2410.06511, 2.2.3). PyTorch code other than this project's runtime calls that selective; the
+    runtime recomputes the attention module.
+    """
     experts = any(p.batch > 1 for kind in model_shapes(graph, 1).kinds for p in kind.products)
     return kernels in ("hf", "compiled") and not experts
 
@@ -399,23 +419,23 @@ def activations(
     def share(layer: Layer, mode: Checkpointing) -> ActivationBytes:
         if mode == "selective" and by_product and layer.kind == "decoder":
             return _selective_op_bytes(graph, layer, sequence_length * element_bytes, kernels)
-        kept = (
+        saved = (
             saved_activations_entry(layer.kept, mode, element_bytes, sequence_length)
             if traced
             else None
         )
-        if kept is None:
+        if saved is None:
             return _published(graph, layer, sequence_length, element_bytes, mode, kernels)
         return ActivationBytes(
-            replicated=kept.unsharded_bytes(sequence_length),
-            sharded=kept.sharded_bytes(sequence_length),
+            replicated=saved.unsharded_bytes(sequence_length),
+            sharded=saved.sharded_bytes(sequence_length),
         )
 
     shares = [share(layer, checkpointing) for layer in graph.layers[:-1]]
     decoder = dict.fromkeys(layer for layer in graph.layers if layer.kind == "decoder")
     wholes = [share(layer, "none") for layer in decoder]
     dropped = [
-        _dropped(replicated, share(layer, checkpointing), checkpointing)
+        _recomputed_bytes(replicated, share(layer, checkpointing), checkpointing)
         for replicated, layer in zip(wholes, decoder, strict=True)
     ]
     context = (
@@ -443,16 +463,18 @@ def activations(
     )
 
 
-def _dropped(
-    all_of_it: ActivationBytes, kept: ActivationBytes, checkpointing: Checkpointing
+def _recomputed_bytes(
+    full: ActivationBytes, saved: ActivationBytes, checkpointing: Checkpointing
 ) -> ActivationBytes:
-    """What is there again while a layer goes back. Under `full` the gradient that comes in is as
-    large as what was kept (the layer's input) and takes its place."""
+    """Return what is recomputed while a layer runs backward.
+
+    Under `full`, the incoming gradient is as large as the saved input, and replaces it.
+    """
     if checkpointing == "full":
-        return all_of_it
+        return full
     return ActivationBytes(
-        replicated=max(0, all_of_it.replicated - kept.replicated),
-        sharded=max(0, all_of_it.sharded - kept.sharded),
+        replicated=max(0, full.replicated - saved.replicated),
+        sharded=max(0, full.sharded - saved.sharded),
     )
 
 
@@ -464,12 +486,12 @@ def _published(
     mode: str,
     kernels: str,
 ) -> ActivationBytes:
-    """arXiv 2205.05198: the inputs and outputs of both norms, and the dropout masks, are whole on
-    every tensor rank.
+    """Return arXiv 2205.05198's activation bytes.
 
-    torch.compile's partitioner runs cheap operators again instead of keeping their results: of the
-    norms it keeps the inputs, of the feed-forward the products' results. GPTs in PyTorch are
-    pretrained without dropout, whatever GPT-2's configuration says.
+    The inputs and outputs of both norms and the dropout masks are replicated on every tensor rank.
+    torch.compile's partitioner recomputes cheap operators: it saves the norms' inputs, and the
+    results of the feed-forward's products. GPTs in PyTorch are pretrained without dropout, whatever
+    GPT-2's configuration says.
     """
     size = sequence_length * element_bytes
     if layer.kind != "decoder":
@@ -497,13 +519,18 @@ def _published(
 def _selective_op_bytes(
     graph: ModelGraph, layer: Layer, size: int, kernels: str
 ) -> ActivationBytes:
-    """See uses_selective_op. size: bytes of one feature of the sequence. The last product's result
-    is whole on every tensor rank; torch.compile drops it, for no backward pass reads it."""
+    """Return the bytes that selective checkpointing by operator saves (see uses_selective_op).
+
+    The last product's result is replicated on every tensor rank. torch.compile drops it, because no
+    backward pass reads it.
+
+    size: bytes of one feature of the sequence
+    """
     shapes = model_shapes(graph, 1)
     products = shapes.kinds[shapes.kind_of[graph.layers.index(layer)]].products
-    kept = saved_products(products)
+    saved = saved_products(products)
     last = products[-1].n if products and len(products) % 2 else 0
-    sharded = sum(p.n for p in kept) - last
+    sharded = sum(p.n for p in saved) - last
     if graph.attention != "eager":
         sharded += graph.attention_heads * graph.head_dim
     replicated = graph.hidden_size + (0 if kernels == "compiled" else last)
@@ -511,8 +538,10 @@ def _selective_op_bytes(
 
 
 def recompute_stops_early(graph: ModelGraph, kernels: str) -> bool:
-    """Whether recomputation ends before the last product of what it repeats, because no backward
-    pass reads that result: torch's non-reentrant checkpoint
-    (torch.utils.checkpoint.set_checkpoint_early_stop; this project's runtime uses it), unless a
-    dropout after the product keeps its mask. Megatron's own checkpoint repeats all."""
+    """Return whether recomputation skips the last product, whose result no backward pass reads.
+
+    torch's non-reentrant checkpoint does, and this project's runtime uses it
+    (torch.utils.checkpoint.set_checkpoint_early_stop), unless a dropout after the product keeps its
+    mask. Megatron's own checkpoint repeats all.
+    """
     return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)

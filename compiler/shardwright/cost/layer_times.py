@@ -1,6 +1,5 @@
-"""Seconds that each layer computes for one micro-batch on one rank: forward, backward, and what is
-run again.
-"""
+"""Estimate each layer's forward, backward and recompute seconds, and each stage's compute and
+collectives."""
 
 from __future__ import annotations
 
@@ -56,18 +55,19 @@ from shardwright.recipe.literal_types import Precision
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.memoize import hashed_key, memoize
 
-# A product has two in its backward pass, each of its own size: the inputs' gradient and the
-# weights'.
+# A product has two of its size in the backward pass: the inputs' gradient and the weights'.
 BACKWARD_OVER_FORWARD = 2.0
-# Fused attention computes its scores again in backward: five products against two (arXiv
+# Fused attention recomputes its scores in the backward pass: five products against two (arXiv
 # 2205.14135), and the exponentials once more.
 FUSED_BACKWARD_OVER_FORWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTimes:
-    """Prefix sums over graph.layers (length layers + 1). again: recomputed, of a layer that is
-    checkpointed."""
+    """Hold seconds of one micro-batch, prefix sums over graph.layers (length layers + 1).
+
+    recompute: of a layer that is checkpointed
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -75,8 +75,8 @@ class LayerTimes:
 
 
 def peak_flops(gpu: Gpu, precision: Precision) -> float:
-    """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at
-    best."""
+    """Return the dense peak of the precision; a GPU without it computes in fp32, which a rule
+    reports."""
     return (
         gpu.peak_flops.get(FORMATS[precision].peak)
         or gpu.peak_flops.get("fp32")
@@ -132,7 +132,8 @@ def _layer_seconds_key(
 def layer_seconds(
     recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Layout, c: Constants
 ) -> LayerTimes:
-    """The same for each pipeline, data degree and ZeRO stage."""
+    """Return the seconds of each layer, which pipeline, data degree and ZeRO stage do not
+    change."""
     shapes = model_shapes(graph, s.tensor)
     model = _MicroBatchCosts(recipe, graph, gpu, s, c)
     per_kind = [model.decoder(kind) for kind in shapes.kinds]
@@ -158,7 +159,8 @@ def layer_seconds(
 
 
 class _MicroBatchCosts:
-    """One micro-batch on one rank; each method gives (forward, backward, again) of one layer."""
+    """Cost one micro-batch on one rank; each method returns (forward, backward, recompute) of
+    one layer."""
 
     def __init__(
         self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Layout, c: Constants
@@ -167,7 +169,7 @@ class _MicroBatchCosts:
         self.recipe, self.graph, self.s, self.c = recipe, graph, s, c
         self.kernels, self.mfu = recipe.assume.kernels, recipe.assume.mfu
         self.traits = traits_of(recipe.target, self.kernels, s)
-        # No gradient of a weight; the adapters' own products are a few percent.
+        # Frozen weights have no gradient; the adapters' own products are a few percent.
         self.frozen = recipe.lora is not None or is_decoder_frozen(graph, recipe.model.freeze)
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length // s.context
@@ -200,8 +202,8 @@ class _MicroBatchCosts:
             + BACKWARD_OVER_FORWARD * (moved_inside + moved_outside)
         )
         unread_inside, unread = (
-            self._unread(kind, in_attention=True),
-            self._unread(kind, in_attention=False),
+            self._skipped_product(kind, in_attention=True),
+            self._skipped_product(kind, in_attention=False),
         )
         if not self.traits.selective_recomputes_projections:
             selective = scores
@@ -221,8 +223,8 @@ class _MicroBatchCosts:
         )
 
     def embedding(self) -> tuple[float, float, float]:
-        """A lookup: rows read and written; in backward their gradients are added up. And the tower
-        of a model that sees."""
+        """Cost the lookup: rows read and written, their gradients accumulated; and the vision
+        encoder."""
         rows = self.s.micro_batch_size
         tower = vision_encoder_seconds(
             self.recipe, self.graph, self.s.checkpointing, rows, self.device, self.c
@@ -257,8 +259,7 @@ class _MicroBatchCosts:
         return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, recompute
 
     def _contrastive_head(self) -> tuple[float, float, float]:
-        """Instead of a vocabulary: the last norm, the projection of each row, and the similarities
-        of all pairs."""
+        """Cost the last norm, the projection of each example, and the similarities of all pairs."""
         graph, rows = self.graph, self.s.micro_batch_size
         forward, backward = contrastive_loss_seconds(
             self.recipe, graph, rows, self.device, self.fp32_flops, self.c
@@ -279,7 +280,8 @@ class _MicroBatchCosts:
         return (BACKWARD_OVER_FORWARD - self.frozen) * forward
 
     def _at_mfu(self, flops_per_token: float, degree: int) -> float:
-        """assume.mfu replaces every efficiency, and the traffic's time: FLOPs / (peak x mfu)."""
+        """Return FLOPs / (peak x mfu): assume.mfu replaces every efficiency and the memory
+        traffic."""
         assert self.mfu is not None
         return flops_per_token * self.tokens / degree / (self.device.flops_per_second * self.mfu)
 
@@ -290,10 +292,11 @@ class _MicroBatchCosts:
         return forward, inputs if self.frozen else inputs + weights
 
     def _products(self, kind: LayerShape, *, in_attention: bool) -> tuple[float, float]:
-        """Forward and backward of the products inside or outside the attention module.
+        """Return forward and backward seconds of the products inside or outside the attention
+        module.
 
-        The shapes give the rate, the traced FLOPs the amount: a layer may route a token to some
-        experts only.
+        The shapes give the rate, the traced FLOPs the amount, because a layer may route a token to
+        some experts only.
         """
         chosen = [p for p in kind.products if p.in_attention == in_attention]
         if not chosen:
@@ -304,8 +307,8 @@ class _MicroBatchCosts:
         expert = self.s.expert if kind.expert_numel else 1
         for p in chosen:
             if p.batch > 1:
-                # Fewer experts on a rank, each with the rows of all expert ranks; the step waits
-                # for the fullest rank.
+                # A rank holds fewer experts, each with tokens of all expert ranks; the step waits
+                # for the busiest rank.
                 rows = max(1.0, self.tokens * min(1.0, routed) * expert)
                 f, b = self._product(rows, p.n, p.k, p.batch / expert)
                 f, b = (f, b) if expert == 1 else (EXPERT_IMBALANCE * f, EXPERT_IMBALANCE * b)
@@ -314,17 +317,17 @@ class _MicroBatchCosts:
             forward, backward = forward + f, backward + b
         return forward, backward
 
-    def _unread(self, kind: LayerShape, *, in_attention: bool) -> float:
-        """Forward seconds of the last product of the attention module, or of the layer, where no
-        recomputation runs it (see recompute_stops_early)."""
+    def _skipped_product(self, kind: LayerShape, *, in_attention: bool) -> float:
+        """Return forward seconds of the last product, where recomputation skips it (see
+        recompute_stops_early)."""
         last = [p for p in kind.products if p.in_attention == in_attention][-1:]
         if not last or last[0].batch > 1 or not recompute_stops_early(self.graph, self.kernels):
             return 0.0
         return self._product(self.tokens, last[0].n, last[0].k, 1)[0]
 
     def _dropped_products(self, kind: LayerShape) -> float:
-        """Forward seconds of the products that selective checkpointing by operator does not
-        keep."""
+        """Return forward seconds of the products that selective checkpointing by operator
+        recomputes."""
         return sum(
             self._product(self.tokens, p.n, p.k, p.batch)[0]
             for p in recomputed_products(kind.products)
@@ -335,7 +338,7 @@ class _MicroBatchCosts:
         return any(p.batch > 1 for p in kind.products)
 
     def _scores(self, kind: LayerShape) -> tuple[float, float]:
-        """Forward and backward of attention over S x S."""
+        """Return forward and backward seconds of attention over S x S."""
         graph, s = self.graph, self.s
         if not kind.attention_flops:
             return 0.0, 0.0
@@ -362,7 +365,7 @@ class _MicroBatchCosts:
         return products + softmax, FUSED_BACKWARD_OVER_FORWARD * products + softmax
 
     def _moved(self, kind: LayerShape) -> tuple[float, float]:
-        """Forward seconds of the kernels that are no products, inside and outside the attention
+        """Return forward seconds of memory-bound kernels, inside and outside the attention
         module."""
         passes, hidden, graph = KERNEL_TRAFFIC[self.kernels], self.graph.hidden_size, self.graph
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
@@ -385,29 +388,28 @@ class _MicroBatchCosts:
         )
 
 
-# Seconds of one micro-batch's forward and backward pass over any run of layers: their kernels and
-# collectives.
-#
-# All of it adds up over the layers, so a stage of any partition is a difference of prefix sums.
+# Forward and backward passes of one micro-batch, kernels and collectives. They add up over layers,
+# so any stage is a difference of prefix sums.
 
 
 Floats = NDArray[np.float64]
 
-# Of what a micro-batch costs beyond its layers; a backward pass is two forward passes.
+# Forward share of a micro-batch's cost beyond its layers; a backward pass is two forward passes.
 FORWARD_SHARE = 1 / 3
-# Of the host's launches around a collective: a backward pass launches two kernels for one of the
-# forward pass.
+# Shares of the host's launches around a collective: the backward pass launches two kernels for one
+# of the forward pass.
 LAUNCHED_FORWARD, LAUNCHED_BACKWARD = 2 / 3, 4 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTimes:
-    """Prefix sums over graph.layers (length layers + 1), seconds; backward includes what is run
-    again, but for partial checkpointing: there again_* are what each decoder layer adds where it is
-    among the recomputed (see partial_recompute_seconds).
+    """Hold seconds of one micro-batch, prefix sums over graph.layers (length layers + 1).
 
-    per_rank_seconds: compute beyond the layers, once a pipeline rank. send_seconds: one message
-    over one boundary.
+    backward_*: recomputation included, except for partial checkpointing partial_recompute_*: what
+    each decoder layer adds if partial checkpointing recomputes it
+    per_rank_seconds: compute beyond the layers, once a pipeline rank
+    send_seconds: one message over one boundary
+    is_host_bound: the host's launches bound a layer's forward pass, not the GPU
     """
 
     forward_compute: tuple[float, ...]
@@ -418,7 +420,7 @@ class PassTimes:
     partial_recompute_comm: tuple[float, ...]
     per_rank_seconds: float
     send_seconds: float
-    is_host_bound: bool  # the host's launches bound a layer's forward pass, not the GPU
+    is_host_bound: bool
 
 
 @hashed_key
@@ -438,21 +440,21 @@ def _pass_times_shared_key(problem: Problem, c: Constants) -> Hashable:
     )
 
 
-def _pass_times_key(layout: PricedLayout) -> Hashable:
-    """But for where ranks stand, all that layers' seconds do."""
-    s = layout.strategy
+def _pass_times_key(priced: PricedLayout) -> Hashable:
+    """Return all that the layers' seconds depend on, except the placement of ranks."""
+    s = priced.strategy
     return (
-        _pass_times_shared_key(layout.problem, layout.constants),
-        layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants),
+        _pass_times_shared_key(priced.problem, priced.constants),
+        layer_seconds(priced.recipe, priced.graph, priced.cluster.gpu, s, priced.constants),
         (
-            layout.element_bytes,
-            layout.accumulation_dtype,
-            layout.adapter_sizes,
-            layout.frozen,
-            layout.traits,
+            priced.element_bytes,
+            priced.accumulation_dtype,
+            priced.adapter_sizes,
+            priced.frozen,
+            priced.traits,
         ),
-        # Where a tied tensor stands; nothing else of a layer's seconds is the schedule's.
-        layout.shapes.shared_numel > 0 and s.schedule,
+        # The schedule decides only the stage of a tied tensor.
+        priced.shapes.shared_numel > 0 and s.schedule,
         (
             s.pipeline > 1,
             s.context,
@@ -462,39 +464,41 @@ def _pass_times_key(layout: PricedLayout) -> Hashable:
             s.zero_world_size * (s.expert > 1),
         ),
         s.expert_tensor,
-        (s.checkpointing, layout.checkpointed_activations is None, s.sequence_parallel),
+        (s.checkpointing, priced.checkpointed_activations is None, s.sequence_parallel),
     )
 
 
-def pass_times(layout: PricedLayout) -> PassTimes:
-    """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO
-    stage, unless what the engine adds was measured."""
+def pass_times(priced: PricedLayout) -> PassTimes:
+    """Return the passes of the layout's model, for any stage boundaries.
+
+    They do not depend on the ZeRO stage, unless the engine's overhead was measured.
+    """
     return replace(
-        _of_layers(layout),
-        per_rank_seconds=micro_batch_overhead_seconds(layout),
-        send_seconds=pipeline_send_seconds(layout),
+        _of_layers(priced),
+        per_rank_seconds=micro_batch_overhead_seconds(priced),
+        send_seconds=pipeline_send_seconds(priced),
     )
 
 
 @memoize(_pass_times_key)
-def _of_layers(layout: PricedLayout) -> PassTimes:
-    s, c, gpu = layout.strategy, layout.constants, layout.cluster.gpu
-    seconds = layer_seconds(layout.recipe, layout.graph, gpu, s, c)
-    partly = np.zeros(len(layout.graph.layers))
-    if layout.checkpointed_activations is not None:
+def _of_layers(priced: PricedLayout) -> PassTimes:
+    s, c, gpu = priced.strategy, priced.constants, priced.cluster.gpu
+    seconds = layer_seconds(priced.recipe, priced.graph, gpu, s, c)
+    partly = np.zeros(len(priced.graph.layers))
+    if priced.checkpointed_activations is not None:
         partly[1:-1] = _each(seconds.recompute)[
             1:-1
-        ]  # the ends are never checkpointed; a chunked loss stays
+        ]  # embedding and head are never checkpointed; a chunked loss stays
     recompute = _each(seconds.recompute) - partly
     backward = _each(seconds.backward) + recompute
-    if layout.recipe.assume.mfu is None:
-        backward = backward + _accumulation_seconds(layout)
+    if priced.recipe.assume.mfu is None:
+        backward = backward + _accumulation_seconds(priced)
     forward_comm, backward_comm, partial_recompute_comm = _tensor_comm_seconds(
-        layout, _each(seconds.forward), backward, partly
+        priced, _each(seconds.forward), backward, partly
     )
-    is_floor = s.tensor > 1 and layout.traits.tensor_parallel_launch_cost == "floor"
-    launches = 2 * LAUNCHED_FORWARD * _collective_launch_seconds(layout) if is_floor else 0.0
-    # The host is the bound where a layer is as long as its launches.
+    is_floor = s.tensor > 1 and priced.traits.tensor_parallel_launch_cost == "floor"
+    launches = 2 * LAUNCHED_FORWARD * _collective_launch_seconds(priced) if is_floor else 0.0
+    # The host is the bound where a layer takes as long as its launches.
     is_host_bound = bool(
         len(forward_comm) > 2
         and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9)
@@ -502,14 +506,15 @@ def _of_layers(layout: PricedLayout) -> PassTimes:
     if s.context > 1 or s.expert > 1:
         exchange = np.array(
             [
-                _context_exchange_seconds(layout) * (layer.kind == "decoder")
-                for layer in layout.graph.layers
+                _context_exchange_seconds(priced) * (layer.kind == "decoder")
+                for layer in priced.graph.layers
             ]
         )
-        rows = np.array(expert_exchange_seconds(layout))
-        partial = layout.checkpointed_activations is not None
+        rows = np.array(expert_exchange_seconds(priced))
+        partial = priced.checkpointed_activations is not None
         repeated = not partial and s.checkpointing != "none"
-        whole = not partial and s.checkpointing == "full"  # the attention module has no experts
+        # The attention module has no experts.
+        whole = not partial and s.checkpointing == "full"
         forward_comm += exchange + rows
         backward_comm += (1 + repeated) * exchange + (1 + whole) * rows
         partial_recompute_comm += (exchange + rows) * partial
@@ -526,12 +531,12 @@ def _of_layers(layout: PricedLayout) -> PassTimes:
     )
 
 
-def micro_batch_overhead_seconds(layout: PricedLayout) -> float:
-    """Beyond the layers, of a micro-batch on a pipeline rank."""
-    if layout.recipe.assume.mfu is not None:
+def micro_batch_overhead_seconds(priced: PricedLayout) -> float:
+    """Return a micro-batch's seconds beyond the layers on a pipeline rank."""
+    if priced.recipe.assume.mfu is not None:
         return 0.0
-    otherwise = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.micro_batch_seconds
-    return host_overhead_seconds(layout.recipe, layout.graph, layout.strategy, otherwise)
+    otherwise = 0.0 if priced.cluster.gpu.is_cpu else priced.constants.micro_batch_seconds
+    return host_overhead_seconds(priced.recipe, priced.graph, priced.strategy, otherwise)
 
 
 def _each(sums: tuple[float, ...] | tuple[int, ...]) -> Floats:
@@ -542,14 +547,14 @@ def _sums(values: Floats) -> tuple[float, ...]:
     return (0.0, *np.cumsum(values).tolist())
 
 
-def _accumulation_seconds(layout: PricedLayout) -> Floats:
-    """Each micro-batch's gradient is read and added to the accumulated one, in its own type."""
-    s = layout.strategy
-    numel = _each(layout.adapter_sizes or layout.shapes.numel)
-    if layout.traits.fuses_accumulation:
+def _accumulation_seconds(priced: PricedLayout) -> Floats:
+    """Return the seconds in which each micro-batch's gradient is added to the accumulated one."""
+    s = priced.strategy
+    numel = _each(priced.adapter_sizes or priced.shapes.numel)
+    if priced.traits.fuses_accumulation:
         return np.zeros(len(numel))
-    if layout.frozen:
-        numel -= _each(layout.frozen)
+    if priced.frozen:
+        numel -= _each(priced.frozen)
     if s.shards_experts:
         numel -= _each(layout.shapes.expert_numel) * (1 - 1 / s.expert_shard_ratio)
     if not layout.adapter_sizes and (layout.strategy.ends_share_rank):
@@ -562,37 +567,39 @@ def _accumulation_seconds(layout: PricedLayout) -> Floats:
 
 
 def _tensor_comm_seconds(
-    layout: PricedLayout,
+    priced: PricedLayout,
     ahead_compute: Floats,
     back_compute: Floats,
     partial_recompute_compute: Floats,
 ) -> tuple[Floats, Floats, Floats]:
-    """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it:
-    all-reduces (see traffic.layer_all_reduces), and the gathers of the linears whose output is
-    whole. The embedding reduces its rows forward, the head its input's gradient backward. The rest:
-    seconds of each layer's compute, beside which the host launches (see
-    _collective_launch_seconds).
+    """Return each layer's tensor-parallel seconds: forward, backward, and partial recompute.
+
+    Counts all-reduces (see layer_all_reduces) and the gathers of linears whose output is gathered.
+    The embedding reduces its output forward, the head its input's gradient backward.
+
+    *_compute: each layer's compute, with which the host's launches overlap (see
+    _collective_launch_seconds)
     """
-    s, c, cluster, shapes = layout.strategy, layout.constants, layout.cluster, layout.shapes
-    layers = len(layout.graph.layers)
+    s, c, cluster, shapes = priced.strategy, priced.constants, priced.cluster, priced.shapes
+    layers = len(priced.graph.layers)
     if s.tensor == 1:
         return np.zeros(layers), np.zeros(layers), np.zeros(layers)
-    group, message = layout.group(s.tensor, 1), layout.tokens * layout.element_bytes
-    reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size)
-    ahead, recompute = layer_all_reduces(layout)
-    partly = 0 if layout.checkpointed_activations is None else recompute
+    group, message = priced.group(s.tensor, 1), priced.tokens * priced.element_bytes
+    reduce = all_reduce_seconds(cluster, c, group, message * priced.graph.hidden_size)
+    ahead, recompute = layer_all_reduces(priced)
+    partly = 0 if priced.checkpointed_activations is None else recompute
     back = ahead + recompute - partly
     features, gathers = _each(shapes.gathered_features), _each(shapes.gathered_products)
     moved = np.zeros(layers)
     if features.any():
-        # The output gathered forward, the input's gradient reduced backward: half of both each.
+        # Half is the output's gather forward, half the input gradient's reduction backward.
         seconds_of = functools.cache(
             lambda f, n: gather_seconds(cluster, c, group, f * message / 2, n)
         )
         moved = np.array(list(map(seconds_of, features.tolist(), map(int, gathers.tolist()))))
     host, added = (
-        _collective_launch_seconds(layout),
-        layout.traits.tensor_parallel_launch_cost == "added",
+        _collective_launch_seconds(priced),
+        priced.traits.tensor_parallel_launch_cost == "added",
     )
 
     def idle(launched: Floats, collectives: Floats, moved: Floats, compute: Floats) -> Floats:
@@ -617,17 +624,17 @@ def _tensor_comm_seconds(
     return forward, backward, parts
 
 
-def _collective_launch_seconds(layout: PricedLayout) -> float:
-    """The host's seconds for the launches around one tensor-parallel collective."""
-    c, s, cluster = layout.constants, layout.strategy, layout.cluster
-    if layout.traits.tensor_parallel_launch_cost == "hidden" or cluster.gpu.is_cpu:
+def _collective_launch_seconds(priced: PricedLayout) -> float:
+    """Return the host's seconds for the launches around one tensor-parallel collective."""
+    c, s, cluster = priced.constants, priced.strategy, priced.cluster
+    if priced.traits.tensor_parallel_launch_cost == "hidden" or cluster.gpu.is_cpu:
         return 0.0
-    crossing = s.pipeline > 1 and cluster.nodes > 1 and layout.traits.pipeline_raises_launch_cost
+    crossing = s.pipeline > 1 and cluster.nodes > 1 and priced.traits.pipeline_raises_launch_cost
     return c.collective_host_seconds + (c.pipeline_host_seconds * s.tensor if crossing else 0.0)
 
 
 def partial_recompute_seconds(
-    layout: PricedLayout, found: PassTimes, blocks: Iterable[ModelChunk]
+    priced: PricedLayout, found: PassTimes, blocks: Iterable[ModelChunk]
 ) -> tuple[float, float]:
     """Compute and collectives of a micro-batch's backward pass that partial checkpointing adds on
     these stages."""
@@ -641,33 +648,38 @@ def partial_recompute_seconds(
     return over(found.partial_recompute_compute), over(found.partial_recompute_comm)
 
 
-def _context_exchange_seconds(layout: PricedLayout) -> float:
-    """Context ranks trade tokens for heads around each layer's attention (arXiv 2309.14509):
-    queries and output, keys and values, each of which leaves (s - 1) / s of itself. Keys' heads
-    that s does not divide are repeated. The same backward, and again where attention is recomputed.
-    Or they gather keys and values of the whole row, and reduce their gradients (arXiv 2407.21783,
-    3.3.2)."""
-    s = layout.strategy
+def _context_exchange_seconds(priced: PricedLayout) -> float:
+    """Return the seconds of context parallelism around each layer's attention.
+
+    All-to-alls exchange tokens for heads of queries, output, keys and values, each of which leaves
+    (s - 1) / s of itself (arXiv 2309.14509). Key heads that s does not divide are repeated. The
+    backward pass takes the same, as does recomputed attention. Megatron gathers the keys and values
+    of the whole sequence, and reduces their gradients (arXiv 2407.21783, 3.3.2).
+    """
+    s = priced.strategy
     if s.context == 1:
         return 0.0
-    group = layout.group(s.context, s.tensor)
-    calls = 2 if layout.traits.context_gathers_kv else 4
+    group = priced.group(s.context, s.tensor)
+    calls = 2 if priced.traits.context_gathers_kv else 4
     return gather_seconds(
-        layout.cluster, layout.constants, group, context_exchange_bytes(layout), calls
+        priced.cluster, priced.constants, group, context_exchange_bytes(priced), calls
     )
 
 
-def pipeline_send_seconds(layout: PricedLayout) -> float:
-    """An activation or a gradient to the neighbour, which is data x context x tensor ranks away.
+def pipeline_send_seconds(priced: PricedLayout) -> float:
+    """Return the seconds of an activation or gradient to the neighbour, data x context x tensor
+    ranks away.
+
     DeepSpeed (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from
     each tensor rank and gather it there; DualPipeV sends the whole. Megatron sends both ways at
-    once, DeepSpeed one after the other."""
-    s, c, cluster = layout.strategy, layout.constants, layout.cluster
+    once, DeepSpeed one after the other.
+    """
+    s, c, cluster = priced.strategy, priced.constants, priced.cluster
     if s.pipeline == 1:
         return 0.0
     message = hidden_state_bytes(layout)
     share = s.message_shards
     seconds = send_seconds(cluster, c, s.tensor * s.shards, message / share)
     if share > 1 and not s.sequence_parallel:
-        seconds += gather_seconds(cluster, c, layout.group(s.tensor, 1), message)
-    return seconds / 2 if layout.traits.bidirectional_p2p and s.virtual_stages == 1 else seconds
+        seconds += gather_seconds(cluster, c, priced.group(s.tensor, 1), message)
+    return seconds / 2 if priced.traits.bidirectional_p2p and s.virtual_stages == 1 else seconds

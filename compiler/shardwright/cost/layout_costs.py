@@ -1,4 +1,4 @@
-"""What a placed layout costs: memory, time and the training that they make up."""
+"""Cost a layout whose layers are assigned to stages: memory, time and the whole training."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate, Memory, StageMemory, Time, Training
 from shardwright.recipe.literal_types import PartialCheckpointing
 
-# What any run of layers costs as a stage of a layout that is not placed yet: what a placing is
-# chosen by.
+# Costs of candidate stages, before layers are assigned to them.
 
 
 class StageCosts:
-    """Each part is worked out when it is asked for: a layout without a pipeline asks for none.
+    """Cost any run of layers as a stage; each property is computed on first use.
 
-    forward_seconds, backward_seconds: of one micro-batch, collectives included;
-    once_per_step_seconds: once a step. Prefix sums over graph.layers. per_stage_seconds: what a
-    stage takes beyond its layers, forward and backward.
+    forward_seconds, backward_seconds: one micro-batch, collectives included, prefix sums over
+        graph.layers
+    once_per_step_seconds: once a step, prefix sums over graph.layers
+    per_stage_seconds: forward and backward seconds of a stage beyond its layers
     """
 
-    def __init__(self, layout: PricedLayout) -> None:
-        self._layout = layout
+    def __init__(self, priced: PricedLayout) -> None:
+        self._priced = priced
 
     @functools.cached_property
     def forward_seconds(self) -> tuple[float, ...]:
@@ -68,27 +68,27 @@ class StageCosts:
 
     @functools.cached_property
     def once_per_step_seconds(self) -> tuple[float, ...]:
-        each = per_step_seconds_per_parameter(self._layout)
-        return tuple([each * numel for numel in self._layout.shapes.numel])
+        each = per_step_seconds_per_parameter(self._priced)
+        return tuple([each * numel for numel in self._priced.shapes.numel])
 
     @property
     def per_stage_seconds(self) -> tuple[float, float]:
-        s, seconds = self._layout.strategy, self._passes.per_rank_seconds
+        s, seconds = self._priced.strategy, self._passes.per_rank_seconds
         stages_a_rank = s.stages // s.pipeline
         backward = seconds * (1 - FORWARD_SHARE) / stages_a_rank
-        return seconds * FORWARD_SHARE / stages_a_rank, backward + self._again_seconds
+        return seconds * FORWARD_SHARE / stages_a_rank, backward + self._partial_recompute_seconds
 
     @property
-    def _again_seconds(self) -> float:
-        """What partial checkpointing adds to a stage: as many layers on each, of the mean
-        length."""
-        choice, found = self._layout.strategy.activation_checkpointing, self._passes
+    def _partial_recompute_seconds(self) -> float:
+        """Return what partial checkpointing adds to a stage, for the same number of mean layers
+        on each."""
+        choice, found = self._priced.strategy.activation_checkpointing, self._passes
         if not isinstance(choice, PartialCheckpointing):
             return 0.0
         return (
             choice.full
             * (found.partial_recompute_compute[-1] + found.partial_recompute_comm[-1])
-            / self._layout.graph.decoder_layers
+            / self._priced.graph.decoder_layers
         )
 
     @property
@@ -97,32 +97,35 @@ class StageCosts:
 
     @functools.cached_property
     def usable_bytes(self) -> int:
-        return usable_bytes(self._layout.problem, self._layout.constants)
+        return usable_bytes(self._priced.problem, self._priced.constants)
 
     @property
     def bytes_with_headroom(self) -> int:
-        return bytes_with_headroom(self._layout.cluster.capacity_bytes)
+        return bytes_with_headroom(self._priced.cluster.capacity_bytes)
 
     @property
     def least_bytes(self) -> float:
-        """The states alone, spread evenly: no placing's fullest rank holds less."""
-        layout = self._layout
-        numel = layout.shapes.numel[-1] - layout.shapes.shared_numel
-        experts = layout.shapes.expert_numel[-1] if layout.strategy.shards_experts else 0
-        return sum(model_state_bytes(layout, numel, experts=experts)) / layout.strategy.pipeline
+        """Return the model states alone, spread evenly: no stage assignment has a lower peak."""
+        priced = self._priced
+        numel = priced.shapes.numel[-1] - priced.shapes.shared_numel
+        experts = priced.shapes.expert_numel[-1] if priced.strategy.shards_experts else 0
+        return sum(model_state_bytes(priced, numel, experts=experts)) / priced.strategy.pipeline
 
     def held(self, start: int, stop: int) -> tuple[float, float]:
         numel = self._layout.shapes.numel
         return numel[stop] - numel[start], self.rank_memory.kept_bytes(start, stop)
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
-        """Of a pipeline rank with these layers. bounds: start and stop of each of its stages."""
+        """Return the peak of a pipeline rank with these layers.
+
+        bounds: start and stop of each of its stages
+        """
         blocks = tuple(map(ModelChunk, bounds[::2], bounds[1::2], self._in_flight[rank]))
         return self.rank_memory.peak_bytes(blocks, self.usable_bytes)
 
     @functools.cached_property
     def _passes(self) -> PassTimes:
-        return pass_times(self._layout)
+        return pass_times(self._priced)
 
     @functools.cached_property
     def rank_memory(self) -> RankMemoryModel:
@@ -131,21 +134,24 @@ class StageCosts:
     @functools.cached_property
     def _in_flight(self) -> list[tuple[float, ...]]:
         return [
-            in_flight(self._layout.strategy, rank) for rank in range(self._layout.strategy.pipeline)
+            in_flight(self._priced.strategy, rank) for rank in range(self._priced.strategy.pipeline)
         ]
 
 
 SECONDS_PER_DAY = 86_400
 
 
-def price(layout: PricedLayout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
-    """memory: of this layout. diagnostics: what the rules say of it; that it does not fit is
-    added."""
+def price(priced: PricedLayout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
+    """Estimate a layout.
+
+    memory: of this layout
+    diagnostics: the rules' results; one is added where the layout does not fit
+    """
     inner = scale_time(
-        estimate_time(layout), measured_over_predicted(layout.recipe, layout.graph, layout.strategy)
+        estimate_time(priced), measured_over_predicted(priced.recipe, priced.graph, priced.strategy)
     )
-    time = with_outer_step(inner, layout.recipe, layout.graph)
-    if not memory_is_accepted(layout.recipe, memory):
+    time = with_outer_step(inner, priced.recipe, priced.graph)
+    if not memory_is_accepted(priced.recipe, memory):
         diagnostics = (
             *diagnostics,
             over_memory_error(
@@ -155,20 +161,20 @@ def price(layout: PricedLayout, memory: Memory, diagnostics: tuple[Diagnostic, .
             ),
         )
     return Estimate(
-        strategy=layout.strategy,
-        boundaries=layout.boundaries,
+        strategy=priced.strategy,
+        boundaries=priced.boundaries,
         feasible=all(d.severity != "error" for d in diagnostics),
         diagnostics=diagnostics,
         memory=memory,
         time=time,
         training=training_estimate(
-            layout.recipe.training.step_count_or_zero,
-            layout.cluster,
+            priced.recipe.training.step_count_or_zero,
+            priced.cluster,
             time,
-            layout.recipe.cluster.islands,
+            priced.recipe.cluster.islands,
         ),
-        error=prediction_error(layout),
-        flops_source=layout.shapes.flops_source,
+        error=prediction_error(priced),
+        flops_source=priced.shapes.flops_source,
     )
 
 
@@ -190,13 +196,13 @@ def over_memory_error(
         axis.name for axis in AXES if axis.is_model_parallel and axis.is_auto_by_default
     )
     ways = (
-        f"A higher {cuts} or zero_stage, a smaller micro_batch_size or activation_checkpointing: "
-        "full would lower it."
+        f"Use a higher {cuts} or zero_stage, a smaller micro_batch_size or "
+        "activation_checkpointing: full."
     )
     if compares_pairs:
         ways = (
-            "More GPUs, activation_checkpointing: full or a smaller global_batch_size would "
-            "lower it: a rank holds "
+            "Use more GPUs, activation_checkpointing: full or a smaller global_batch_size: each "
+            "rank holds "
         )
         ways += f"its {strategy.micro_batch_size:,} pairs at once."
     return Diagnostic(
@@ -209,7 +215,7 @@ def over_memory_error(
 
 
 def training_estimate(steps: int, cluster: Cluster, time: Time, islands: int = 1) -> Training:
-    """cluster: of one island."""
+    """Estimate the whole training; cluster: of one island."""
     seconds = steps * time.step_seconds
     gpu_hours = seconds / 3600 * cluster.world_size * islands
     price_per_hour = cluster.price_per_gpu_hour
@@ -221,19 +227,20 @@ def training_estimate(steps: int, cluster: Cluster, time: Time, islands: int = 1
     )
 
 
-# Where each byte and each second of a layout goes, finer than `Estimate`, from the same functions:
-# what it says adds up to what the estimate says.
+# Breakdown of an Estimate into parts that add up to it, computed by the same functions.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeBreakdown:
-    """Seconds of one optimizer step, exposed time only; the sum is the step.
+    """Split one optimizer step into exposed seconds, which add up to the step.
 
-    recompute: what activation checkpointing and a chunked loss run again. accumulate: adding each
-    micro-batch's gradients up. host: what a micro-batch costs beyond its layers. tensor_forward,
-    tensor_backward: collectives that layers wait for, of tensor, context and expert ranks. idle:
-    the pipeline's bubble, and on a rank that is not the slowest one its waiting. outer_comm: a
-    step's share of the outer step between islands.
+    recompute_seconds: repeated by activation checkpointing and a chunked loss
+    accumulate_seconds: adding up each micro-batch's gradients
+    host_seconds: a micro-batch's cost beyond its layers
+    tensor_forward_seconds, tensor_backward_seconds: collectives that layers wait for, of tensor,
+        context and expert ranks
+    idle_seconds: the pipeline's bubble, and the waiting of a rank that is not the slowest
+    outer_comm_seconds: a step's share of DiLoCo's outer step
     """
 
     forward_seconds: float
@@ -257,11 +264,15 @@ class StepTimeBreakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemoryBreakdown:
-    """Bytes on the fullest device of one pipeline rank; the sum is `StageMemory.peak_bytes`
-    (workspace = working + framework + allocator).
+    """Split the bytes of a pipeline rank's peak-memory device, which add up to
+    StageMemory.peak_bytes.
 
-    working: short-lived tensors of the backward pass or of the optimizer's step, whichever is more.
-    framework: the context and the communicators. allocator: freed blocks that it keeps.
+    working_bytes: short-lived tensors of the backward pass or of the optimizer's step, whichever is
+        more
+    framework_bytes: the CUDA context and the communicators
+    allocator_bytes: freed blocks that the allocator keeps
+
+    StageMemory.workspace_bytes is working + framework + allocator.
     """
 
     parameters_bytes: int
@@ -279,8 +290,12 @@ class RankMemoryBreakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBreakdown:
-    """One pipeline rank. layers: [start, stop) of graph.layers, two for DualPipeV. in_flight:
-    micro-batches whose activations each of them keeps at once. traffic: of one of its devices."""
+    """Break down one pipeline rank.
+
+    layers: [start, stop) of graph.layers, two for DualPipeV
+    in_flight: micro-batches whose activations each of these stages saves at once
+    traffic: of one of its devices
+    """
 
     pipeline_rank: int
     layers: tuple[tuple[int, int], ...]
@@ -292,7 +307,11 @@ class RankBreakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """step: of the slowest pipeline rank, as `Time` has it. fullest, slowest: pipeline ranks."""
+    """Break down every pipeline rank.
+
+    step: of the slowest pipeline rank, as in `Time`
+    peak_memory_rank, slowest_rank: pipeline ranks
+    """
 
     step: StepTimeBreakdown
     peak_memory_rank: int
@@ -300,42 +319,42 @@ class Breakdown:
     ranks: tuple[RankBreakdown, ...]
 
 
-def break_down(layout: PricedLayout, estimate: Estimate) -> Breakdown:
-    """estimate: of this layout."""
+def break_down(priced: PricedLayout, estimate: Estimate) -> Breakdown:
+    """Break down the estimate of this layout."""
     s, factor = (
-        layout.strategy,
-        measured_over_predicted(layout.recipe, layout.graph, layout.strategy),
+        priced.strategy,
+        measured_over_predicted(priced.recipe, priced.graph, priced.strategy),
     )
     outer = estimate.time.outer_comm_seconds
     inner = replace(
         estimate.time, step_seconds=inner_step_seconds(estimate.time), outer_comm_seconds=0.0
     )
     time = scale_time(inner, 1 / factor)
-    found = pass_times(layout)
-    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
-    schedule = schedule_seconds(layout, found, stages)
-    held, framework = RankMemoryModel(layout), round(framework_bytes(layout))
+    found = pass_times(priced)
+    stages = [stage_seconds(priced, rank, found) for rank in range(s.pipeline)]
+    schedule = schedule_seconds(priced, found, stages)
+    held, framework = RankMemoryModel(priced), round(framework_bytes(priced))
     ranks = tuple(
         RankBreakdown(
             pipeline_rank=rank,
-            layers=tuple((block.start, block.stop) for block in layout.ranks[rank]),
-            in_flight=tuple(block.in_flight for block in layout.ranks[rank]),
+            layers=tuple((block.start, block.stop) for block in priced.ranks[rank]),
+            in_flight=tuple(block.in_flight for block in priced.ranks[rank]),
             memory=_memory(
-                held.of(rank, layout.ranks[rank], 0), estimate.memory.stages[rank], framework
+                held.of(rank, priced.ranks[rank], 0), estimate.memory.stages[rank], framework
             ),
             time=replace(
                 _scaled(
-                    _rank_parts(layout, time.step_seconds, rank, schedule, stages[rank]), factor
+                    _rank_parts(priced, time.step_seconds, rank, schedule, stages[rank]), factor
                 ),
                 outer_comm_seconds=outer,
             ),
-            traffic=step_traffic(layout, rank),
+            traffic=step_traffic(priced, rank),
         )
         for rank in range(s.pipeline)
     )
     slowest_rank = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     step = _parts(
-        layout,
+        priced,
         slowest_rank,
         pipeline_comm=time.pipeline_comm_seconds,
         data_comm=time.data_comm_seconds,
@@ -350,7 +369,10 @@ def break_down(layout: PricedLayout, estimate: Estimate) -> Breakdown:
 
 
 def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemoryBreakdown:
-    """live: where the allocator has no room to keep anything in."""
+    """Split a rank's memory.
+
+    live: with an allocator that has no room to keep freed blocks
+    """
     return RankMemoryBreakdown(
         parameters_bytes=held.parameters_bytes,
         gradients_bytes=held.gradients_bytes,
@@ -363,7 +385,7 @@ def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemoryB
 
 
 def _scaled(parts: StepTimeBreakdown, factor: float) -> StepTimeBreakdown:
-    """By what runs of this recipe took longer than predicted."""
+    """Scale by the measured over predicted time of this recipe's runs."""
     return (
         parts
         if factor == 1
@@ -372,26 +394,26 @@ def _scaled(parts: StepTimeBreakdown, factor: float) -> StepTimeBreakdown:
 
 
 def _rank_parts(
-    layout: PricedLayout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds
+    priced: PricedLayout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds
 ) -> StepTimeBreakdown:
-    m = layout.strategy.gradient_accumulation_steps
-    data_comm = data_comm_seconds(layout, rank, stage.compute)
-    if layout.strategy.offload != "none":  # another link, at the same time
-        data_comm = max(data_comm, host_transfer_seconds(layout, rank, stage.compute))
+    m = priced.strategy.gradient_accumulation_steps
+    data_comm = data_comm_seconds(priced, rank, stage.compute)
+    if priced.strategy.offload != "none":  # the host link works at the same time
+        data_comm = max(data_comm, host_transfer_seconds(priced, rank, stage.compute))
     return _parts(
-        layout,
+        priced,
         rank,
         pipeline_comm=min(
             m * stage.pipeline_comm, schedule - m * (stage.compute + stage.tensor_comm)
         ),
         data_comm=data_comm,
-        optimizer=optimizer_seconds(layout, rank),
+        optimizer=optimizer_seconds(priced, rank),
         total=step_seconds,
     )
 
 
 def _parts(
-    layout: PricedLayout,
+    priced: PricedLayout,
     rank: int,
     *,
     pipeline_comm: float,
@@ -399,21 +421,20 @@ def _parts(
     optimizer: float,
     total: float,
 ) -> StepTimeBreakdown:
-    """idle: what is left of the total."""
-    s, found, blocks = layout.strategy, pass_times(layout), layout.ranks[rank]
+    """Split the step of a rank; idle is what is left of the total."""
+    s, found, blocks = priced.strategy, pass_times(priced), priced.ranks[rank]
     m = s.gradient_accumulation_steps
-    layers = layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants)
+    layers = layer_seconds(priced.recipe, priced.graph, priced.cluster.gpu, s, priced.constants)
 
     def over(sums: tuple[float, ...]) -> float:
         return m * sum(sums[block.stop] - sums[block.start] for block in blocks)
 
-    # What a backward pass runs again on all layers alike, and on those that partial checkpointing
-    # picks.
+    # Recompute of all layers alike, and of those that partial checkpointing selects.
     backward, recompute = (
         over(layers.backward),
         over(layers.recompute) - over(found.partial_recompute_compute),
     )
-    partly, partly_comm = partial_recompute_seconds(layout, found, blocks)
+    partly, partly_comm = partial_recompute_seconds(priced, found, blocks)
     parts = StepTimeBreakdown(
         forward_seconds=over(layers.forward),
         backward_seconds=backward,
@@ -431,5 +452,5 @@ def _parts(
 
 
 def _no_noise(seconds: float, of_seconds: float) -> float:
-    """0 where the difference of two sums is rounding alone."""
+    """Return 0 where the difference of two sums is rounding alone."""
     return 0.0 if abs(seconds) < 1e-9 * of_seconds else seconds

@@ -1,8 +1,7 @@
-"""Peak memory per pipeline rank. First-order.
+"""Estimate the peak memory of each pipeline rank, to first order.
 
-States: ZeRO (arXiv 1910.02054) - parameters, gradients and Adam's float32 master and moments, cut
-by the data (times context) degree d from stage 1 (optimizer), 2 (gradients), 3 (parameters).
-Activations: arXiv 2205.05198.
+States: ZeRO (arXiv 1910.02054) shards Adam's float32 master and moments from stage 1, gradients
+from 2 and parameters from 3 over the data (times context) degree d. Activations: arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shardwright.recipe.recipe_types import Recipe
 
 Floats = NDArray[np.float64]
 
-# Links of a GPU, one direction, over which NCCL lays all the channels that it ever does: an A100's.
+# Link rate of an A100, one direction, at which NCCL uses its maximum number of channels.
 ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 
@@ -42,50 +41,52 @@ def estimate_memory(layout: PricedLayout, ranks: RankMemoryModel | None = None) 
     peak = max(stage.peak_bytes for stage in stages)
     return Memory(
         peak_bytes=peak,
-        capacity_bytes=layout.cluster.capacity_bytes,
+        capacity_bytes=priced.cluster.capacity_bytes,
         fits=peak <= usable,
         stages=stages,
     )
 
 
 def memory_is_accepted(recipe: Recipe, memory: Memory) -> bool:
-    """Whether memory is no reason to refuse the layout: it fits, or the recipe says to ignore
-    that."""
+    """Return whether the layout fits, or the recipe ignores memory."""
     return memory.fits or recipe.assume.ignore_memory
 
 
 def usable_bytes(problem: Problem, constants: Constants) -> int:
-    """What the driver and a pinned memory_headroom leave of a device."""
+    """Return the bytes of a device beside the driver's and a pinned memory_headroom."""
     driver = 0.0 if problem.cluster.gpu.is_cpu else constants.driver_share
     headroom = problem.recipe.parallelism.memory_headroom or 0.0
     return int(problem.cluster.capacity_bytes * (1 - max(driver, headroom)))
 
 
 def bytes_with_headroom(capacity_bytes: int) -> int:
-    """Of a device, as much as leaves free what predictions may fall short by."""
+    """Return the bytes of a device less the headroom for prediction errors."""
     return int(capacity_bytes * (1 - default_constants().memory_headroom))
 
 
 def model_state_bytes(
-    layout: PricedLayout, held: float, trained: float | None = None, experts: float = 0.0
+    priced: PricedLayout, held: float, trained: float | None = None, experts: float = 0.0
 ) -> tuple[float, float, float]:
-    """Parameters, gradients and optimizer states of a rank that holds so many parameters. trained:
-    of them, or of LoRA's adapters, which stand beside them; None: all are trained. experts: those
-    of them that expert ranks share out before ZeRO does: what it shares out over all ranks is as
-    much with them."""
-    s, element = layout.strategy, layout.element_bytes
+    """Return (parameter, gradient, optimizer) bytes of a rank.
+
+    held: parameters on the rank
+    trained: those of them that are trained, or LoRA's adapters beside them; None: all
+    experts: those of them that expert ranks shard before ZeRO does; ZeRO's shards over all ranks
+        have the same size with them
+    """
+    s, element = priced.strategy, priced.element_bytes
     numel = held if trained is None else trained
-    if trained is not None and layout.adapter_sizes:
+    if trained is not None and priced.adapter_sizes:
         held += trained
     elsewhere = experts * (1 - 1 / s.expert_shard_ratio)
     parameters = (
         held * element / s.zero_world_size if s.zero_stage >= 3 else (held - elsewhere) * element
     )
     if s.hpz_partition_size > 1:
-        # The second copy, in the type of the weights (DeepSpeed partition_parameters.py,
+        # hpZ's second copy, in the weights' dtype (DeepSpeed partition_parameters.py,
         # _partition_param_sec).
         parameters += held * element / s.hpz_partition_size
-    gradients = _gradient_bytes(layout) * (
+    gradients = _gradient_bytes(priced) * (
         numel / s.zero_world_size if s.zero_stage >= 2 else numel - elsewhere
     )
     training = layout.recipe.training
@@ -99,29 +100,29 @@ def model_state_bytes(
     return parameters, gradients, optimizer
 
 
-def states_of_layers(layout: PricedLayout) -> Floats:
-    """Bytes for good, prefix sums over the decoder layers, all of whose parameters are trained."""
+def states_of_layers(priced: PricedLayout) -> Floats:
+    """Return model state bytes, prefix sums over the decoder layers, all of them trained."""
     numel, experts = (
         np.array(each[1:-1], dtype=np.float64)
-        for each in (layout.shapes.numel, layout.shapes.expert_numel)
+        for each in (priced.shapes.numel, priced.shapes.expert_numel)
     )
-    each, expert = (sum(model_state_bytes(layout, *args)) for args in ((1.0,), (0.0, None, 1.0)))
+    each, expert = (sum(model_state_bytes(priced, *args)) for args in ((1.0,), (0.0, None, 1.0)))
     found: Floats = each * (numel - numel[0])
-    return found + expert * (experts - experts[0]) if layout.strategy.shards_experts else found
+    return found + expert * (experts - experts[0]) if priced.strategy.shards_experts else found
 
 
-def kept_of_layers(layout: PricedLayout) -> Floats:
-    """Bytes of one micro-batch, prefix sums over the decoder layers, all of which are checkpointed
-    alike."""
-    sums = np.array(_kept_sums(layout, layout.activations, layout.strategy.checkpointing)[1:-1])
-    kept: Floats = sums - sums[0]
-    return kept
+def kept_of_layers(priced: PricedLayout) -> Floats:
+    """Return saved activation bytes of one micro-batch, prefix sums over equally checkpointed
+    decoder layers."""
+    sums = np.array(_saved_sums(priced, priced.activations, priced.strategy.checkpointing)[1:-1])
+    saved: Floats = sums - sums[0]
+    return saved
 
 
-def least_rank_bytes(layout: PricedLayout) -> tuple[float, float]:
-    """Of any pipeline rank without layers, and what the head adds to its rank."""
-    plain, with_head = (_working_bytes(layout, head, True) for head in (False, True))
-    return framework_bytes(layout) + plain, with_head - plain
+def least_rank_bytes(priced: PricedLayout) -> tuple[float, float]:
+    """Return the bytes of any pipeline rank without layers, and what the head adds."""
+    without_head, with_head = (_working_bytes(priced, head, True) for head in (False, True))
+    return framework_bytes(priced) + without_head, with_head - without_head
 
 
 def logits_are_peak(layout: PricedLayout, ranks: RankMemoryModel) -> bool:
@@ -132,105 +133,111 @@ def logits_are_peak(layout: PricedLayout, ranks: RankMemoryModel) -> bool:
 
 
 class RankMemoryModel:
-    """What a pipeline rank holds, by the blocks on it. What no partition changes is worked out once
-    a layout: a partition is found by asking about thousands of blocks."""
+    """Compute a pipeline rank's memory from its chunks.
 
-    def __init__(self, layout: PricedLayout) -> None:
-        self._layout = layout
-        self._framework = framework_bytes(layout)
+    A search asks about thousands of chunks, so what they do not change is computed once a layout.
+    """
+
+    def __init__(self, priced: PricedLayout) -> None:
+        self._priced = priced
+        self._framework = framework_bytes(priced)
         checkpointing = (
-            layout.strategy.checkpointing if layout.checkpointed_activations is None else "none"
+            priced.strategy.checkpointing if priced.checkpointed_activations is None else "none"
         )
-        self._kept = _kept_sums(layout, layout.activations, checkpointing)
-        self._again = (
-            self._kept
-            if layout.checkpointed_activations is None
-            else _kept_sums(layout, layout.checkpointed_activations, "full")
+        self._saved = _saved_sums(priced, priced.activations, checkpointing)
+        self._checkpointed = (
+            self._saved
+            if priced.checkpointed_activations is None
+            else _saved_sums(priced, priced.checkpointed_activations, "full")
         )
-        self._boundary = _boundary_bytes(layout)
-        self._gathers = layout.strategy.zero_stage >= 3 and layout.strategy.zero_world_size > 1
-        self._frozen, self._fragmentation = layout.has_frozen, layout.constants.fragmentation
+        self._boundary = _boundary_bytes(priced)
+        self._gathers = priced.strategy.zero_stage >= 3 and priced.strategy.zero_world_size > 1
+        self._frozen, self._fragmentation = priced.has_frozen, priced.constants.fragmentation
         self._working = {
-            (head, again): _working_bytes(layout, head, again)
+            (head, recomputes): _working_bytes(priced, head, recomputes)
             for head in (False, True)
-            for again in ((True,) if layout.checkpointed_activations is None else (False, True))
+            for recomputes in (
+                (True,) if priced.checkpointed_activations is None else (False, True)
+            )
         }
 
     def of(self, rank: int, blocks: tuple[ModelChunk, ...], usable: int) -> StageMemory:
-        """usable: bytes that the allocator may fill with freed blocks."""
-        parameters, gradients, optimizer, kept, workspace = self._parts(blocks, usable)
+        """Return the memory of a rank; usable: bytes that the allocator may fill with freed
+        blocks."""
+        parameters, gradients, optimizer, saved, workspace = self._parts(blocks, usable)
         return StageMemory(
             stage=rank,
             parameters_bytes=parameters,
             gradients_bytes=gradients,
             optimizer_bytes=optimizer,
-            activations_bytes=kept,
+            activations_bytes=saved,
             workspace_bytes=workspace,
-            peak_bytes=parameters + gradients + optimizer + kept + workspace,
+            peak_bytes=parameters + gradients + optimizer + saved + workspace,
         )
 
     def peak_bytes(self, blocks: tuple[ModelChunk, ...], usable: int) -> int:
         return sum(self._parts(blocks, usable))
 
     def loss_is_largest(self, blocks: tuple[ModelChunk, ...]) -> bool:
-        """Of a rank with the head."""
-        again = _is_recomputed_at_peak(self._layout, blocks)
-        return self._working[True, again] > self._working[False, again] + _retained_output_bytes(
-            self._layout
-        )
+        """Return whether the loss is the largest working set of a rank with the head."""
+        recomputes = _is_recomputed_at_peak(self._priced, blocks)
+        layer = self._working[False, recomputes] + _retained_output_bytes(self._priced)
+        return self._working[True, recomputes] > layer
 
     def _parts(self, blocks: tuple[ModelChunk, ...], usable: int) -> tuple[int, int, int, int, int]:
-        """Parameters, gradients, optimizer states, activations, workspace."""
-        layout = self._layout
-        held = layout.numel_of_chunks(blocks)
-        numel = layout.trainable_numel_of(blocks) if self._frozen else held
+        """Return bytes of parameters, gradients, optimizer states, activations and workspace."""
+        priced = self._priced
+        held = priced.numel_of_chunks(blocks)
+        numel = priced.trainable_numel_of(blocks) if self._frozen else held
         states = model_state_bytes(
-            layout, held, numel if self._frozen else None, layout.expert_numel_of(blocks)
+            priced, held, numel if self._frozen else None, priced.expert_numel_of(blocks)
         )
         activations = sum(
-            [(self.kept_bytes(b.start, b.stop) + self._boundary) * b.in_flight for b in blocks]
+            [
+                (self.saved_activation_bytes(b.start, b.stop) + self._boundary) * b.in_flight
+                for b in blocks
+            ]
         )
-        bucket = _bucket_bytes(layout, numel)
-        # Two phases that never meet: the last backward pass, and the optimizer's step, when no
-        # activation is left.
+        bucket = _bucket_bytes(priced, numel)
+        # The last backward pass and the optimizer's step, which has no activations, never overlap.
         backward = (
             activations
-            + self._working[layout.has_head(blocks), _is_recomputed_at_peak(layout, blocks)]
+            + self._working[priced.has_head(blocks), _is_recomputed_at_peak(priced, blocks)]
         )
-        backward += _unsharded_weight_bytes(layout, blocks) if self._gathers else 0.0
-        if layout.strategy.pipeline == 1:
+        backward += _unsharded_weight_bytes(priced, blocks) if self._gathers else 0.0
+        if priced.strategy.pipeline == 1:
             backward += bucket
-        step = bucket + _copied_bytes(layout, numel)
+        step = bucket + _copied_bytes(priced, numel)
         parameters, gradients, optimizer = round(states[0]), round(states[1]), round(states[2])
-        kept, workspace = (
+        saved, workspace = (
             round(activations),
             round(max(backward, step) - activations + self._framework),
         )
-        live = parameters + gradients + optimizer + kept + workspace
-        # The allocator keeps freed blocks for later, those of the other phase too (a step's buffers
-        # are too large for the holes that activations leave), and gives them back when the device
-        # is nearly full.
+        live = parameters + gradients + optimizer + saved + workspace
+        # The allocator keeps freed blocks, also those of the other phase: a step's buffers are too
+        # large for the holes that activations leave. It frees them when the device is nearly full.
         slack = round(self._fragmentation * live + min(backward, step))
-        return parameters, gradients, optimizer, kept, workspace + max(0, min(slack, usable - live))
+        slack = max(0, min(slack, usable - live))
+        return parameters, gradients, optimizer, saved, workspace + slack
 
-    def kept_bytes(self, start: int, stop: int) -> float:
-        """Of one micro-batch, by these layers of a stage."""
-        if self._again is self._kept:
-            return self._kept[stop] - self._kept[start]
-        until = self._layout.checkpointed_stop(start, stop)
-        return self._again[until] - self._again[start] + self._kept[stop] - self._kept[until]
+    def saved_activation_bytes(self, start: int, stop: int) -> float:
+        """Return the saved activations of one micro-batch in these layers of a stage."""
+        if self._checkpointed is self._saved:
+            return self._saved[stop] - self._saved[start]
+        until = self._priced.checkpointed_stop(start, stop)
+        checkpointed = self._checkpointed[until] - self._checkpointed[start]
+        return checkpointed + self._saved[stop] - self._saved[until]
 
 
-def framework_bytes(layout: PricedLayout) -> float:
-    """Context and communicators: the world's, and those of each way of being parallel (a pipeline
-    has one a side).
+def framework_bytes(priced: PricedLayout) -> float:
+    """Return the bytes of the context and of the communicators, two for a pipeline.
 
-    NCCL lays a channel or two over each link of a GPU, so its buffers grow with the links' number
-    (NCCL's topology search; 24 channels on an A100's 12 links of 25 GB/s, 12 on a V100's 6, no more
-    on newer GPUs).
+    The communicators are the world's and one for each parallel axis. NCCL uses a channel or two on
+    each link of a GPU, so its buffers grow with the number of links (NCCL's topology search: 24
+    channels on an A100's 12 links of 25 GB/s, 12 on a V100's 6, no more on newer GPUs).
     """
-    s, c = layout.strategy, layout.constants
-    if layout.cluster.gpu.is_cpu:
+    s, c = priced.strategy, priced.constants
+    if priced.cluster.gpu.is_cpu:
         return c.cpu_framework_bytes
     groups = (
         (s.world_size > 1)
@@ -240,7 +247,7 @@ def framework_bytes(layout: PricedLayout) -> float:
         + 2 * (s.pipeline > 1)
     )
     groups += (s.hpz_partition_size > 1) + (s.expert > 1) + (1 < s.expert < s.zero_world_size)
-    channels = min(1.0, layout.cluster.intra_node_bytes_per_second / ALL_CHANNELS_BYTES_PER_SECOND)
+    channels = min(1.0, priced.cluster.intra_node_bytes_per_second / ALL_CHANNELS_BYTES_PER_SECOND)
     return c.context_bytes + groups * channels * c.communicator_bytes
 
 
@@ -252,39 +259,38 @@ def _gradient_bytes(layout: PricedLayout) -> int:
     if layout.traits.fuses_accumulation or layout.traits.frees_gradients_after_add:
         # products add to the accumulated gradient itself (Megatron-LM's main_grad), or hooks do
         return accumulation
-    if accumulation == layout.element_bytes or layout.strategy.zero_stage >= 2:
+    if accumulation == priced.element_bytes or priced.strategy.zero_stage >= 2:
         return accumulation
-    return layout.element_bytes + accumulation
+    return priced.element_bytes + accumulation
 
 
-def _kept_sums(
-    layout: PricedLayout, found: SavedActivations, checkpointing: Checkpointing
+def _saved_sums(
+    priced: PricedLayout, saved: SavedActivations, checkpointing: Checkpointing
 ) -> list[float]:
-    """What one micro-batch keeps for its backward pass on one rank, prefix sums over
-    graph.layers."""
-    s, degree = layout.strategy, layout.shapes.attention_degree
+    """Return the saved bytes of one micro-batch on one rank, prefix sums over graph.layers."""
+    s, degree = priced.strategy, priced.shapes.attention_degree
     replicated, sharded = (
-        np.array(found.replicated, dtype=np.float64),
-        np.array(found.sharded, dtype=np.float64),
+        np.array(saved.replicated, dtype=np.float64),
+        np.array(saved.sharded, dtype=np.float64),
     )
-    # A context rank has its piece of each row and, in attention, its heads of the whole one: the
-    # same share of both.
-    rows = s.micro_batch_size / s.context
-    sums = (replicated / (degree if s.sequence_parallel else 1) + sharded / degree) * rows
-    if s.expert > 1 and checkpointing != "full":  # rows of other ranks' tokens
-        of_kind = [
-            *(imbalance_bytes(layout, kind) for kind in layout.shapes.kinds),
-            0.0,
-        ]  # -1: the ends
-        sums[1:] += np.cumsum(np.array(of_kind)[list(layout.shapes.kind_of)])
+    # A context rank has its share of each sequence's tokens and, in attention, of its heads.
+    sequences = s.micro_batch_size / s.context
+    sums = (replicated / (degree if s.sequence_parallel else 1) + sharded / degree) * sequences
+    if s.expert > 1 and checkpointing != "full":  # tokens of other ranks
+        by_kind = [*(imbalance_bytes(priced, kind) for kind in priced.shapes.kinds), 0.0]
+        sums[1:] += np.cumsum(
+            np.array(by_kind)[list(priced.shapes.kind_of)]
+        )  # -1: no decoder layer
     result: list[float] = sums.tolist()
     return result
 
 
-def _boundary_bytes(layout: PricedLayout) -> float:
-    """Of a micro-batch: a stage's output, held until the gradient comes back. DeepSpeed's
-    pipe_partitioned keeps a share a tensor rank."""
-    s = layout.strategy
+def _boundary_bytes(priced: PricedLayout) -> float:
+    """Return a stage's output of a micro-batch, held until its gradient arrives.
+
+    DeepSpeed's pipe_partitioned keeps one share on each tensor rank.
+    """
+    s = priced.strategy
     if s.pipeline == 1:
         return 0.0
     return (
@@ -296,82 +302,92 @@ def _boundary_bytes(layout: PricedLayout) -> float:
     )
 
 
-def _is_recomputed_at_peak(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> bool:
-    """Whether a layer is recomputed beside all that is kept. Not under partial checkpointing where
-    a stage keeps some layers: they go backward before those that it recomputes, and leave their
-    room."""
-    if layout.checkpointed_activations is None:
+def _is_recomputed_at_peak(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> bool:
+    """Return whether a layer is recomputed while all activations are saved.
+
+    Under partial checkpointing a stage with other layers runs those backward first, which frees
+    their activations.
+    """
+    if priced.checkpointed_activations is None:
         return True
-    ends = ((block, layout.checkpointed_stop(block.start, block.stop)) for block in blocks)
+    ends = ((block, priced.checkpointed_stop(block.start, block.stop)) for block in blocks)
     return any(
-        until - block.start - (block.start == 0) == layout.decoder_layers(block) > 0
+        until - block.start - (block.start == 0) == priced.decoder_layers(block) > 0
         for block, until in ends
     )
 
 
-def _working_bytes(layout: PricedLayout, with_head: bool, again: bool) -> float:
-    """Short-lived: the layer in its backward pass, or the loss over the vocabulary, whichever is
-    more (they never meet), beside masks. What a rank's number of parameters decides is not in it.
-    again: see _is_recomputed_at_peak."""
-    s, c, found = layout.strategy, layout.constants, layout.activations
+def _working_bytes(priced: PricedLayout, with_head: bool, recomputes: bool) -> float:
+    """Return short-lived bytes: a layer in its backward pass, or the loss, whichever is more, and
+    masks.
 
-    def made(share: ActivationBytes) -> float:
+    Excludes what depends on a rank's number of parameters.
+
+    recomputes: see _is_recomputed_at_peak
+    """
+    s, c, saved = priced.strategy, priced.constants, priced.activations
+
+    def full_sequence_bytes(share: ActivationBytes) -> float:
         return s.micro_batch_size * share.on_rank(
-            layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel
+            priced.shapes.attention_degree, sequence_parallel=s.sequence_parallel
         )
 
     def held(share: ActivationBytes) -> float:
-        return made(share) / s.context
+        return full_sequence_bytes(share) / s.context
 
-    recomputed = (layout.checkpointed_activations or found).recomputed
-    layer = again * held(recomputed) + c.backward_share * held(found.largest)
-    # Once as what is made again and once as its gradient.
+    recomputed = (priced.checkpointed_activations or saved).recomputed
+    layer = recomputes * held(recomputed) + c.backward_share * held(saved.largest)
+    # Count the recomputed tokens and their gradient.
     exchanged = (
-        2 * imbalance_bytes(layout, kind) + dispatch_buffer_bytes(layout, kind)
-        for kind in layout.shapes.kinds
+        2 * imbalance_bytes(priced, kind) + dispatch_buffer_bytes(priced, kind)
+        for kind in priced.shapes.kinds
     )
     layer += max(exchanged, default=0.0)
     loss = 0.0
     if with_head and layout.graph.task_traits.compares_pairs:
         loss = contrastive_loss_bytes(layout) + held(found.head)
     elif with_head:
-        kernels = layout.recipe.assume.kernels
+        kernels = priced.recipe.assume.kernels
         logits = (
-            c.logit_bytes("auto" if runs_hf_modules(layout.graph, kernels) else kernels)
-            * layout.shapes.head_width
+            c.logit_bytes("auto" if runs_hf_modules(priced.graph, kernels) else kernels)
+            * priced.shapes.head_width
         )
-        kept = _retained_output_bytes(layout)
-        layer += kept
-        loss = (
-            layout.logit_tokens * logits + held(found.head) + max(0.0, kept - _output_bytes(layout))
-        )
-        if s.loss == "chunked" and not layout.language_model_is_frozen:
-            # The chunks' gradients of the head's weight are summed before they reach the parameter.
-            loss += layout.shapes.head_width * layout.graph.hidden_size * layout.element_bytes
-    return max(layer, loss) + made(found.context)  # masks are of the whole row on each rank
+        retained = _retained_output_bytes(priced)
+        layer += retained
+        loss = priced.logit_tokens * logits + held(saved.head)
+        loss += max(0.0, retained - _output_bytes(priced))
+        if s.loss == "chunked" and not priced.language_model_is_frozen:
+            # The chunks' gradients of the head's weight are summed in a buffer of their own.
+            loss += priced.shapes.head_width * priced.graph.hidden_size * priced.element_bytes
+    # Each context rank has masks of the whole sequence.
+    return max(layer, loss) + full_sequence_bytes(saved.context)
 
 
-def _unsharded_weight_bytes(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
-    """ZeRO-3's gathered weights: the layer in use and the one fetched ahead, as far as DeepSpeed
-    lets them live together, or those that stay whole from the forward to the backward pass."""
-    s = layout.strategy
+def _unsharded_weight_bytes(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
+    """Return ZeRO-3's gathered weights at the peak.
+
+    They are the layer in use and the prefetched one, as far as DeepSpeed allows both, or those that
+    stay gathered from the forward to the backward pass.
+    """
+    s = priced.strategy
     layers, widest = (
-        2 * layout.shapes.largest_layer(s.expert),
-        layout.shapes.largest_product(s.expert),
+        2 * priced.shapes.largest_layer(s.expert),
+        priced.shapes.largest_product(s.expert),
     )
-    kept = (
-        0.0 if layout.traits.zero3_gathers_flat_layers else unsharded_weights(layout, blocks).kept
+    resident = (
+        0.0
+        if priced.traits.zero3_gathers_flat_layers
+        else unsharded_weights(priced, blocks).resident
     )
-    return max(min(layers, LIVE_NUMEL + widest), kept) * layout.element_bytes
+    return max(min(layers, LIVE_NUMEL + widest), resident) * priced.element_bytes
 
 
-def _output_bytes(layout: PricedLayout) -> float:
-    """What one micro-batch gives the loss: logits, or the hidden states that chunks of them are
-    made of."""
+def _output_bytes(priced: PricedLayout) -> float:
+    """Return the loss's input of one micro-batch: logits, or hidden states for a chunked loss."""
     width = (
-        layout.graph.hidden_size if layout.strategy.loss == "chunked" else layout.shapes.head_width
+        priced.graph.hidden_size if priced.strategy.loss == "chunked" else priced.shapes.head_width
     )
-    return layout.tokens * width * layout.element_bytes
+    return priced.tokens * width * priced.element_bytes
 
 
 def _retained_output_bytes(layout: PricedLayout) -> float:
@@ -381,24 +397,29 @@ def _retained_output_bytes(layout: PricedLayout) -> float:
     s = layout.strategy
     if s.pipeline == 1 or not s.pipeline_schedule.retains_outputs:
         return 0.0
-    return min(layout.traits.saved_stage_outputs, s.gradient_accumulation_steps) * _output_bytes(
-        layout
+    return min(priced.traits.saved_stage_outputs, s.gradient_accumulation_steps) * _output_bytes(
+        priced
     )
 
 
-def _bucket_bytes(layout: PricedLayout, numel: int) -> float:
-    """ZeRO's communication bucket, in the backward pass and in the step. A pipeline makes it when
-    the last backward pass is done (DeepSpeed stage_1_and_2.py, reduce_gradients)."""
-    s = layout.strategy
+def _bucket_bytes(priced: PricedLayout, numel: int) -> float:
+    """Return ZeRO's communication bucket, in the backward pass and in the step.
+
+    A pipeline allocates it after the last backward pass (DeepSpeed stage_1_and_2.py,
+    reduce_gradients).
+    """
+    s = priced.strategy
     if s.zero_stage == 0 or s.zero_world_size == 1:
         return 0.0
-    return min(BUCKET_NUMEL, numel) * layout.element_bytes
+    return min(BUCKET_NUMEL, numel) * priced.element_bytes
 
 
-def _copied_bytes(layout: PricedLayout, numel: int) -> float:
-    """A float32 copy, in the optimizer's step, of a rank's share of the gradients where they are
-    accumulated in less (DeepSpeed stage_1_and_2.py, step)."""
-    s = layout.strategy
+def _copied_bytes(priced: PricedLayout, numel: int) -> float:
+    """Return the float32 copy of a rank's gradients in the optimizer's step.
+
+    Exists where gradients are accumulated in lower precision (DeepSpeed stage_1_and_2.py, step).
+    """
+    s = priced.strategy
     copied = (
         element_bytes(layout.accumulation_dtype) < 4
         and 1 <= s.zero_stage <= 2

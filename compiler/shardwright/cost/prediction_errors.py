@@ -1,11 +1,10 @@
-"""How far the cost model was off on published runs whose source it had not seen, by regime:
-measured.json, of `make bench-cost`.
+"""Look up the cost model's error on published runs that it was not fitted to, by regime.
 
-A regime is who ran a step, its kind (plain, experts, long rows, offload) and what bounds it. Its
-error is the half-width that holds 80 % of its runs. Fewer than 20 runs, or runs of one source, tell
-none: the regime around it does, of the same kind and of an engine that is predicted alike. A regime
-without a run of the layout's GPU generation tells none either, and no regime of another kind or
-precision does: then the layout is not calibrated, and has no error.
+measured.json (of `make bench-cost`) holds the errors. A regime is an engine, a kind of run (dense,
+experts, long context, offload) and a bottleneck. Its error is the half-width that holds 80 % of its
+runs. With fewer than 20 runs, or runs of one source, the wider regime of the same kind and a
+similar engine counts. A regime without a run of the layout's GPU generation has no error: the
+layout is then not calibrated.
 """
 
 from __future__ import annotations
@@ -30,8 +29,12 @@ MANY_NODES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegimeErrors:
-    """half_width: of predicted over measured less 1, the one that holds 80 % of the runs. sources:
-    projects that published them. gpus: generation ("Hopper") -> its runs."""
+    """Hold the errors of a regime.
+
+    half_width: of predicted over measured less 1, which holds 80 % of the runs
+    sources: projects that published the runs
+    gpus: runs by GPU generation ("Hopper")
+    """
 
     runs: int
     half_width: float
@@ -40,15 +43,18 @@ class RegimeErrors:
 
     @property
     def has_enough_runs(self) -> bool:
-        """Whether its runs are enough to say how far a prediction is off."""
+        """Return whether the runs are enough to give an error."""
         return self.runs >= LEAST_RUNS and self.sources >= LEAST_SOURCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedErrors:
-    """What was measured, step times or peak memory. error: the mean absolute one over the projects
-    as a share, each project's runs predicted with constants fitted to the others. bands: of
-    regimes, by their names (see regimes). The rest: values that runs had.
+    """Hold the errors of step times or of peak memory.
+
+    error: mean absolute error over the projects (fraction), each predicted with constants fitted to
+        the others
+    precisions, schedules: values in the runs
+    bands: errors by regime name (see regimes)
     """
 
     error: float
@@ -87,7 +93,7 @@ def error_benchmark() -> ErrorBenchmark:
     )
 
 
-# The catalogue's names start with the GPU's.
+# GPU generations by the first part of the catalogue's names.
 _GENERATIONS = {
     "v100": "Volta",
     **dict.fromkeys(("a100", "a800"), "Ampere"),
@@ -97,22 +103,26 @@ _GENERATIONS = {
 
 
 def generation_of(gpu: str) -> str:
-    """gpu: as the catalogue or a published row names it. The name's own first part where no table
-    has it."""
+    """Return a GPU's generation, or the first part of its name where it has none.
+
+    gpu: as named by the catalogue or a published row
+    """
     first = gpu.partition("-")[0].lower()
     return _GENERATIONS.get(first, first)
 
 
-def regimes(layout: PricedLayout) -> tuple[str, ...]:
-    """Names of what the layout's step belongs to, from the narrowest to all runs of its kind that
-    are predicted alike. Each holds the one before it."""
-    s, recipe, nodes = layout.strategy, layout.recipe, layout.cluster.nodes
+def regimes(priced: PricedLayout) -> tuple[str, ...]:
+    """Return the names of the layout's regimes, each inside the next.
+
+    The last one holds all runs of its kind with a similar engine.
+    """
+    s, recipe, nodes = priced.strategy, priced.recipe, priced.cluster.nodes
     engine, family = (
         engine_title(recipe.target, recipe.assume.kernels),
         engine_family(recipe.target, recipe.assume.kernels),
     )
-    kind = workload_of(layout)
-    bound = ", host-bound" if pass_times(layout).is_host_bound else ""
+    kind = workload_of(priced)
+    bound = ", host-bound" if pass_times(priced).is_host_bound else ""
     where = (
         "one node"
         if nodes == 1
@@ -131,12 +141,12 @@ def regimes(layout: PricedLayout) -> tuple[str, ...]:
     )
 
 
-def workload_of(layout: PricedLayout) -> str:
-    if layout.strategy.offload != "none":
+def workload_of(priced: PricedLayout) -> str:
+    if priced.strategy.offload != "none":
         return "offload"
-    if experts_per_layer(layout.graph) > 1:
+    if experts_per_layer(priced.graph) > 1:
         return "experts"
-    return "long rows" if layout.recipe.training.sequence_length > LONG_TOKENS else "plain"
+    return "long rows" if priced.recipe.training.sequence_length > LONG_TOKENS else "plain"
 
 
 def prediction_error(layout: PricedLayout) -> PredictionError:
@@ -157,7 +167,11 @@ def prediction_error(layout: PricedLayout) -> PredictionError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Error:
-    """reason: why there is no share. regime: its name and its runs' number, where there is one."""
+    """Hold an error or its absence.
+
+    share: the half-width; None with a reason
+    regime: the regime's name and number of runs
+    """
 
     share: float | None = None
     reason: str = ""
@@ -170,20 +184,19 @@ def _error(layout: PricedLayout, runs: PublishedErrors, names: tuple[str, ...]) 
     generation = generation_of(layout.cluster.gpu.name)
     found = [(name, runs.bands[name]) for name in names if name in runs.bands]
     found = [(name, band) for name, band in found if band.has_enough_runs]
-    engine = engine_title(layout.recipe.target, layout.recipe.assume.kernels)
-    kind = f"{engine}, {workload_of(layout)}"
+    engine = engine_title(priced.recipe.target, priced.recipe.assume.kernels)
+    kind = f"{engine}, {workload_of(priced)}"
     if not found:
         return _Error(reason=kind)
     if all(generation not in band.gpus for _, band in found):
-        gpu = layout.cluster.gpu.name
-        return _Error(reason=f"{kind}, {'a GPU of your own numbers' if gpu == 'inline' else gpu}")
+        gpu = priced.cluster.gpu.name
+        return _Error(reason=f"{kind}, {'an inline GPU' if gpu == 'inline' else gpu}")
     name, band = next((name, band) for name, band in found if generation in band.gpus)
     here = band.gpus[generation]
     words = f"{name}: {band.runs} runs" + (
         "" if here == band.runs else f", {here} of them on {generation}"
     )
-    # Too few runs of the engine itself cannot make an error smaller, but they can show that it is
-    # larger.
+    # A few runs of the engine itself cannot lower the error, but they can raise it.
     own = runs.bands.get(kind)
     if own is not None and own.runs < band.runs and own.half_width > band.half_width:
         return _Error(share=own.half_width, regime=f"{words}; as wide as {own.runs} of {engine}")
@@ -191,26 +204,25 @@ def _error(layout: PricedLayout, runs: PublishedErrors, names: tuple[str, ...]) 
 
 
 def regime_text(error: PredictionError) -> str:
-    """Of the step time."""
+    """Name the regime of the step time."""
     return error.step_time_regime or f"not calibrated ({error.step_time_reason})"
 
 
 def error_json_fields(error: PredictionError) -> dict[str, dict[str, JsonValue]]:
-    """What `--json` says of it beside the figures that it is of: part of an estimate -> keys and
-    values. null where no published runs stand behind the layout's regime."""
+    """Return the error keys of `--json` by part of an estimate; null without published runs."""
     return {
         "time": {"step_error_fraction": error.step_time, "error_regime": regime_text(error)},
         "memory": {"peak_error_fraction": error.memory},
     }
 
 
-def _uncalibrated_reason(layout: PricedLayout, runs: PublishedErrors) -> str:
-    """What the layout is that no run was; "" where runs stand behind it."""
-    recipe, gpu, s = layout.recipe, layout.cluster.gpu, layout.strategy
+def _uncalibrated_reason(priced: PricedLayout, runs: PublishedErrors) -> str:
+    """Return the property of the layout that no published run has; "" where runs have all."""
+    recipe, gpu, s = priced.recipe, priced.cluster.gpu, priced.strategy
     if gpu.is_cpu:
         return "a CPU"
     if all(generation_of(gpu.name) not in band.gpus for band in runs.bands.values()):
-        return "a GPU of your own numbers" if gpu.name == "inline" else gpu.name
+        return "an inline GPU" if gpu.name == "inline" else gpu.name
     if recipe.training.precision not in runs.precisions:
         return recipe.training.precision
     if recipe.lora is not None:

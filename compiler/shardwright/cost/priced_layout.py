@@ -1,5 +1,4 @@
-"""What memory and time both need to know about one layout: blocks per pipeline rank, shapes,
-dtypes."""
+"""Define PricedLayout: a layout with the shapes, sizes and constants that its costs depend on."""
 
 from __future__ import annotations
 
@@ -39,16 +38,28 @@ from shardwright.utils.memoize import memoize
 
 class ModelChunk(
     NamedTuple
-):  # a search makes tens of thousands; a frozen dataclass takes four times as long
-    """Contiguous layers [start, stop) on one pipeline rank; DualPipeV gives a rank two."""
+):  # a search creates tens of thousands, and a frozen dataclass takes four times as long
+    """Hold contiguous layers [start, stop) on one pipeline rank; DualPipeV gives a rank two.
+
+    in_flight: micro-batches whose activations are saved at once
+    """
 
     start: int
     stop: int
-    in_flight: float  # micro-batches whose activations are kept at once
+    in_flight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedLayout:
+    """Hold a layout and all that its memory and time depend on.
+
+    checkpointed_activations: of each stage's first layers, where only those are checkpointed
+    boundaries: of the stages, over graph.layers; () until layers are assigned to stages
+    ranks: chunks of each pipeline rank
+    adapter_sizes: LoRA's elements, prefix sums over graph.layers; () without LoRA
+    frozen: local parameters of `model.freeze`, prefix sums; () where there are none
+    """
+
     problem: Problem
     strategy: Layout
     constants: Constants
@@ -57,19 +68,11 @@ class PricedLayout:
     traits: EngineTraits
     element_bytes: int
     accumulation_dtype: str
-    checkpointed_activations: SavedActivations | None = (
-        None  # of the first layers of each stage, where those are checkpointed alone
-    )
-    boundaries: tuple[
-        int, ...
-    ] = ()  # of the stages, over graph.layers; () until the layers are placed
-    ranks: tuple[tuple[ModelChunk, ...], ...] = ()  # per pipeline rank
-    adapter_sizes: tuple[
-        int, ...
-    ] = ()  # LoRA's elements, prefix sums over graph.layers; () without it
-    frozen: tuple[
-        int, ...
-    ] = ()  # local parameters of `model.freeze`, prefix sums; () where there are none
+    checkpointed_activations: SavedActivations | None = None
+    boundaries: tuple[int, ...] = ()
+    ranks: tuple[tuple[ModelChunk, ...], ...] = ()
+    adapter_sizes: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -84,23 +87,23 @@ class PricedLayout:
         return self.problem.cluster
 
     def group(self, ranks: int, stride: int) -> Group:
-        """`ranks` ranks, each `stride` after the last, over the recipe's fabric or that of the runs
-        it asks for."""
+        """Return the group of `ranks` ranks, `stride` apart, over the fabric of the recipe or
+        published run."""
         return group_of(self.cluster, ranks, stride, self.traits.fabric)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one rank."""
+        """Return the tokens of one micro-batch on one rank."""
         return self.strategy.micro_batch_size * self.length
 
     @property
     def length(self) -> int:
-        """Tokens of a row on one rank."""
+        """Return the tokens of a sequence on one rank."""
         return self.recipe.training.sequence_length // self.strategy.context
 
     @property
     def logit_tokens(self) -> int:
-        """Tokens of a micro-batch whose logits exist at a time."""
+        """Return the tokens of a micro-batch whose logits are in memory at a time."""
         if self.strategy.loss == "full":
             return self.tokens
         micro_batch = self.strategy.micro_batch_size
@@ -111,54 +114,54 @@ class PricedLayout:
         return any(block.start < block.stop == layers for block in blocks)
 
     def decoder_layers(self, block: ModelChunk) -> int:
-        """Of the block: all its layers but the embedding and the head."""
+        """Count the chunk's layers without embedding and head."""
         ends = (block.start == 0) + (block.stop == len(self.graph.layers))
         return max(0, block.stop - block.start - ends)
 
     def checkpointed_stop(self, start: int, stop: int) -> int:
-        """Of a stage with these layers, where those end that partial checkpointing recomputes;
-        `start` without it."""
+        """Return the end of a stage's layers that partial checkpointing recomputes; `start`
+        without it."""
         choice = self.strategy.activation_checkpointing
         if not isinstance(choice, PartialCheckpointing):
             return start
         chunks = self.strategy.total_stages // self.strategy.stages
-        full = -(-choice.full // chunks)  # counted on a rank; its chunks share them evenly
+        full = -(-choice.full // chunks)  # a rank's chunks share its layers evenly
         return max(start, min(start + (start == 0) + full, stop - (stop == len(self.graph.layers))))
 
     def numel(self, rank: int) -> int:
-        """Parameters of one rank of this pipeline rank."""
+        """Return the parameters of one rank of this pipeline rank."""
         return self.numel_of_chunks(self.ranks[rank])
 
     def trainable_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
-        """Those that have a gradient; LoRA's adapters are not among numel_of_chunks."""
+        """Return the parameters with a gradient; LoRA's adapters are not among numel_of_chunks."""
         if self.adapter_sizes:
             return sum(self.adapter_sizes[b.stop] - self.adapter_sizes[b.start] for b in blocks)
         return self.numel_of_chunks(blocks) - self.frozen_numel_of(blocks)
 
     def frozen_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
-        """Those of `model.freeze`."""
+        """Return the parameters of `model.freeze`."""
         return sum(self.frozen[b.stop] - self.frozen[b.start] for b in blocks) if self.frozen else 0
 
     @property
     def has_frozen(self) -> bool:
-        """Whether some of the model's own parameters are not trained."""
+        """Return whether some of the model's own parameters are frozen."""
         return bool(self.adapter_sizes or self.frozen)
 
     @property
     def language_model_is_frozen(self) -> bool:
-        """Whether no weight of a decoder layer has a gradient."""
+        """Return whether no weight of a decoder layer has a gradient."""
         return bool(self.adapter_sizes) or is_decoder_frozen(self.graph, self.recipe.model.freeze)
 
     def expert_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
-        """Those of them that are spread over ranks otherwise than the rest; 0 where none are."""
+        """Return the parameters of experts that expert ranks shard."""
         if not self.strategy.shards_experts:
             return 0
         numel = self.shapes.expert_numel
         return sum(numel[b.stop] - numel[b.start] for b in blocks)
 
     def numel_of_chunks(self, blocks: tuple[ModelChunk, ...]) -> int:
-        """Parameters of a rank with these blocks, all experts among them; a tied tensor counts
-        once."""
+        """Return the parameters of a rank with these chunks, all experts included; a tied tensor
+        counts once."""
         numel = self.shapes.numel
         total = sum([numel[b.stop] - numel[b.start] for b in blocks])
         shared = self.shapes.shared_numel
@@ -166,12 +169,12 @@ class PricedLayout:
 
 
 def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants) -> PricedLayout:
-    """Its layers are on no stage yet; see `placed`."""
+    """Build a PricedLayout without stages; see `with_boundaries`."""
     recipe, graph = problem.recipe, problem.graph
     weight_bytes = element_bytes(recipe.training.precision)
     is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
 
-    def kept(checkpointing: Checkpointing) -> SavedActivations:
+    def saved(checkpointing: Checkpointing) -> SavedActivations:
         length = recipe.training.sequence_length
         traced = activations(graph, length, weight_bytes, checkpointing, recipe.assume.kernels)
         return _with_vision_encoder(
@@ -183,7 +186,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         strategy=strategy,
         constants=constants,
         shapes=model_shapes(graph, strategy.tensor),
-        activations=kept("none" if is_partial else strategy.checkpointing),
+        activations=saved("none" if is_partial else strategy.checkpointing),
         traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
         checkpointed_activations=kept("full") if is_partial else None,
         element_bytes=weight_bytes,
@@ -198,8 +201,8 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
 def _as_measured(
     problem: Problem, s: Layout, checkpointing: Checkpointing, traced: SavedActivations
 ) -> SavedActivations:
-    """With the bytes that the decoder layers were measured to keep. Bytes beyond what was traced,
-    or short of it, are on every tensor rank in the same shares."""
+    """Replace the decoder layers' traced bytes by measured ones, scaled equally on every tensor
+    rank."""
     recipe, graph = problem.recipe, problem.graph
     if calibration_for(recipe, graph) is None:
         return traced
@@ -229,29 +232,29 @@ def _as_measured(
     )
 
 
-def _with_vision_encoder(
+def _add_vision_encoder(
     problem: Problem, checkpointing: Checkpointing, found: SavedActivations
 ) -> SavedActivations:
-    """With what the tower keeps of a row, beside what the embedding does."""
+    """Add the vision encoder's saved bytes of a sequence to the embedding's."""
     recipe, graph = problem.recipe, problem.graph
     if graph.vision is None:
         return found
     kept = vision_encoder_activation_bytes(
         recipe, graph, checkpointing, element_bytes(recipe.training.precision)
     )
-    if not kept:
+    if not encoder_bytes:
         return found
     return dataclasses.replace(
-        found, replicated=(0, *(bytes_before + kept for bytes_before in found.replicated[1:]))
+        found,
+        replicated=(0, *(bytes_before + encoder_bytes for bytes_before in found.replicated[1:])),
     )
 
 
-def with_boundaries(layout: PricedLayout, boundaries: tuple[int, ...]) -> PricedLayout:
-    """The layout with its layers on stages. boundaries: over graph.layers, as many as parts and one
-    more."""
-    s = layout.strategy
+def with_boundaries(priced: PricedLayout, boundaries: tuple[int, ...]) -> PricedLayout:
+    """Assign layers to stages; boundaries: over graph.layers, one more than stages."""
+    s = priced.strategy
 
-    def parts(rank: int) -> tuple[int, ...]:
+    def stages_of(rank: int) -> tuple[int, ...]:
         if s.is_interleaved:
             return tuple(range(rank, s.total_stages, s.pipeline))
         return (rank, s.stages - 1 - rank)[: s.stages // s.pipeline]
@@ -259,18 +262,19 @@ def with_boundaries(layout: PricedLayout, boundaries: tuple[int, ...]) -> Priced
     ranks = tuple(
         tuple(
             ModelChunk(start=boundaries[part], stop=boundaries[part + 1], in_flight=flight)
-            for part, flight in zip(parts(rank), in_flight(s, rank), strict=True)
+            for part, flight in zip(stages_of(rank), in_flight(s, rank), strict=True)
         )
         for rank in range(s.pipeline)
     )
-    return dataclasses.replace(layout, boundaries=boundaries, ranks=ranks)
+    return dataclasses.replace(priced, boundaries=boundaries, ranks=ranks)
 
 
 def in_flight(s: Layout, rank: int) -> tuple[float, ...]:
-    """Micro-batches whose activations each stage of the rank keeps at once: 1F1B min(p - rank, m);
-    DualPipeV (arXiv
-    2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on
-    the returning one; interleaving see schedule.interleaved."""
+    """Return the micro-batches whose activations each stage of the rank saves at once.
+
+    1F1B: min(p - rank, m). DualPipeV (arXiv 2412.19437, V-shaped): min(2p - rank, m) outward and
+    min(rank + 1, m) on the way back. Interleaving: see layout.interleaved_schedule.
+    """
     p, m, v = s.pipeline, s.gradient_accumulation_steps, s.virtual_stages
     if s.pipeline_schedule.is_v_shaped:
         return min(2 * p - rank, m), min(rank + 1, m)
@@ -292,8 +296,11 @@ def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
 
 @memoize(lambda graph, freeze, tensor: (graph.identity, freeze, tensor))
 def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[int, ...]:
-    """Elements on one tensor rank, prefix sums over graph.layers; () where none are. A tied tensor
-    counts where it is first."""
+    """Return the frozen elements on one tensor rank, prefix sums over graph.layers; () where none
+    are.
+
+    A tied tensor counts at its first layer.
+    """
     names = frozen_parameter_names(graph, freeze)
     if not names:
         return ()

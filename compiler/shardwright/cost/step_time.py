@@ -1,8 +1,8 @@
-"""Time of one optimizer step.
+"""Estimate the time of one optimizer step.
 
-Compute: each layer's kernels (compute.py). Collectives: rings (collectives.py). Pipeline:
-DeepSpeed's own instruction streams, simulated (schedule/), which is (m + p - 1) x stage where
-stages are even (arXiv 2104.04473).
+Compute: each layer's kernels (layer_times.py). Collectives: rings (collective_seconds.py).
+Pipeline: DeepSpeed's instruction streams, simulated (layout/pipeline_simulation.py), which take (m
++ p - 1) x stage where stages are even (arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -52,119 +52,125 @@ from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.pipeline_step_time import MAX_SIMULATED_DUALPIPEV_RANKS, step_seconds
 from shardwright.layout.zero_settings import BUCKET_NUMEL, PREFETCH_NUMEL
 
-# Exposed time of the data-parallel collectives of one step, behind the compute of one micro-batch.
-#
-# How much hides, and what buckets reach of the links, are traits of whose engine runs
+# Exposed data-parallel collectives. The overlap and the rate of buckets are traits of the engine
 # (engines/engine_table.py).
 
 
-def data_comm_seconds(layout: PricedLayout, rank: int, compute_seconds: float) -> float:
-    """ZeRO 0 and 1: gradients once a step, reduced and gathered again, behind the last backward
-    pass where no pipeline drains there. ZeRO-2 reduces at every micro-batch, ZeRO-3 gathers too."""
-    s, c, cluster = layout.strategy, layout.constants, layout.cluster
-    tied = _tied_seconds(layout)
+def data_comm_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> float:
+    """Return the exposed seconds of a step's data-parallel collectives.
+
+    ZeRO 0 and 1 reduce gradients and gather parameters once a step, overlapping with the last
+    backward pass where no pipeline drains there. ZeRO-2 reduces every micro-batch, ZeRO-3 also
+    gathers.
+    """
+    s, c, cluster = priced.strategy, priced.constants, priced.cluster
+    tied = _tied_seconds(priced)
     if s.zero_world_size == 1 and s.expert_replicas == 1:
         return tied
     if s.zero_stage == 3:
-        return tied + _zero_3_seconds(layout, rank, compute_seconds)
-    parts = _by_group(layout, rank, layout.trainable_numel_of(layout.ranks[rank]))
-    reductions, gradient = gradient_reduction(layout)
+        return tied + _zero_3_seconds(priced, rank, compute_seconds)
+    parts = _by_group(priced, rank, priced.trainable_numel_of(priced.ranks[rank]))
+    reductions, gradient = gradient_reduction(priced)
     behind = 1 - FORWARD_SHARE if s.pipeline == 1 else 0.0
     if s.zero_stage == 0:
         reduce = sum(
             all_reduce_seconds(cluster, c, group, n * gradient, _buckets(n)) for n, group in parts
         )
-        return tied + _exposed(layout, reduce, behind * compute_seconds)
+        return tied + _exposed(priced, reduce, behind * compute_seconds)
     reduce, gather = (
         sum(seconds(cluster, c, group, n * size, _buckets(n)) for n, group in parts)
-        / zero_efficiency(layout)
+        / zero_efficiency(priced)
         for seconds, size in (
             (reduce_scatter_seconds, gradient),
-            (gather_seconds, layout.element_bytes),
+            (gather_seconds, priced.element_bytes),
         )
     )
-    if s.zero_stage == 1 and not layout.traits.zero_1_overlaps:
+    if s.zero_stage == 1 and not priced.traits.zero_1_overlaps:
         behind = 0.0
-    return tied + reductions * _exposed(layout, reduce, behind * compute_seconds) + gather
+    return tied + reductions * _exposed(priced, reduce, behind * compute_seconds) + gather
 
 
-def _by_group(layout: PricedLayout, rank: int, numel: int) -> list[tuple[int, Group]]:
-    """Of these parameters of a pipeline rank, those over all ranks, and those of experts over the
-    ranks that have the same ones."""
-    s = layout.strategy
-    experts = layout.expert_numel_of(layout.ranks[rank])
-    found = [(numel - experts, layout.group(s.zero_world_size, s.tensor))]
+def _by_group(priced: PricedLayout, rank: int, numel: int) -> list[tuple[int, Group]]:
+    """Split a pipeline rank's parameters by group: all ranks, or for experts the ranks with the
+    same ones."""
+    s = priced.strategy
+    experts = priced.expert_numel_of(priced.ranks[rank])
+    found = [(numel - experts, priced.group(s.zero_world_size, s.tensor))]
     if experts:
         apart = s.expert * s.expert_tensor_ranks
-        found.append((int(experts / s.expert_shard_ratio), layout.group(s.expert_replicas, apart)))
+        found.append((int(experts / s.expert_shard_ratio), priced.group(s.expert_replicas, apart)))
     return found
 
 
-def zero_efficiency(layout: PricedLayout) -> float:
-    """What ZeRO's buckets reach of the links' rate. An assumed rate has the engine's own delays in
-    it."""
-    slow = layout.traits.bucketed_zero or (
-        layout.traits.bucketed_pipeline and layout.strategy.pipeline > 1
+def zero_efficiency(priced: PricedLayout) -> float:
+    """Return the share of the links' rate that ZeRO's buckets reach.
+
+    An assumed rate already includes the engine's delays.
+    """
+    slow = priced.traits.bucketed_zero or (
+        priced.traits.bucketed_pipeline and priced.strategy.pipeline > 1
     )
-    if not slow or layout.cluster.gpu.is_cpu or layout.recipe.assume.mfu is not None:
+    if not slow or priced.cluster.gpu.is_cpu or priced.recipe.assume.mfu is not None:
         return 1.0
-    return layout.constants.zero_reduction_efficiency
+    return priced.constants.zero_reduction_efficiency
 
 
-def _zero_3_seconds(layout: PricedLayout, rank: int, compute_seconds: float) -> float:
-    """Each layer's parameters are gathered for forward and backward (see whole.py), and its
-    gradients reduced, at every micro-batch, behind the compute (arXiv 1910.02054); with hpZ
-    gathered from the second copy inside the node, but once a step (arXiv 2306.10209)."""
-    s, c, cluster = layout.strategy, layout.constants, layout.cluster
-    m, element = s.gradient_accumulation_steps, layout.element_bytes
-    held, numel = layout.numel(rank), layout.trainable_numel_of(layout.ranks[rank])
-    group = layout.group(s.zero_world_size, s.tensor)
-    layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    efficiency, gathers_a_pass, reductions = zero_efficiency(layout), float(layers), float(layers)
+def _zero_3_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> float:
+    """Return the exposed seconds of ZeRO-3.
+
+    Each micro-batch gathers each layer's parameters for forward and backward (see
+    unsharded_weights) and reduces its gradients, overlapping with compute (arXiv 1910.02054). With
+    hpZ it gathers from the second copy inside the node, except once a step (arXiv 2306.10209).
+    """
+    s, c, cluster = priced.strategy, priced.constants, priced.cluster
+    m, element = s.gradient_accumulation_steps, priced.element_bytes
+    held, numel = priced.numel(rank), priced.trainable_numel_of(priced.ranks[rank])
+    group = priced.group(s.zero_world_size, s.tensor)
+    layers = sum(block.stop - block.start for block in priced.ranks[rank])
+    efficiency, gathers_a_pass, reductions = zero_efficiency(priced), float(layers), float(layers)
     own = not (
-        layout.traits.zero3_gathers_flat_layers
+        priced.traits.zero3_gathers_flat_layers
         or cluster.gpu.is_cpu
-        or layout.recipe.assume.mfu is not None
+        or priced.recipe.assume.mfu is not None
     )
     if own:
         reductions = _buckets(numel)
-        gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))
-    hooks = _hook_seconds(layout, rank) if own else 0.0
-    again = backward_gather_fraction(layout, layout.ranks[rank])
-    kinds = _by_group(layout, rank, numel)
+        gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, priced.shapes.matrices))
+    hooks = _hook_seconds(priced, rank) if own else 0.0
+    regathered = backward_gather_fraction(priced, priced.ranks[rank])
+    kinds = _by_group(priced, rank, numel)
     reduce = (
         sum(reduce_scatter_seconds(cluster, c, over, n * element, 0) for n, over in kinds)
         / efficiency
     )
-    if len(kinds) > 1:  # the gathers are of the same bytes, experts' in calls of their own
-        starts = (2 + again) * layers * ring_start_seconds(c, kinds[1][1])
-        dense = ((1 + again) * gathers_a_pass + reductions) * ring_start_seconds(c, group)
-        moved = (2 + again) * reduce
+    if len(kinds) > 1:  # experts are gathered in separate calls
+        starts = (2 + regathered) * layers * ring_start_seconds(c, kinds[1][1])
+        dense = ((1 + regathered) * gathers_a_pass + reductions) * ring_start_seconds(c, group)
+        moved = (2 + regathered) * reduce
         return m * max(
-            _exposed(layout, moved, compute_seconds) + starts + dense, hooks - compute_seconds
+            _exposed(priced, moved, compute_seconds) + starts + dense, hooks - compute_seconds
         )
 
     def micro_batch(forward: Group, backward: Group) -> float:
-        """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait
-        for one another."""
+        """Gather over these groups; ring latency is exposed, because ranks wait at each step."""
         gathered = list(
-            zip((held * element, again * held * element), (forward, backward), strict=True)
+            zip((held * element, regathered * held * element), (forward, backward), strict=True)
         )
         gathers = (
             sum(gather_seconds(cluster, c, over, moved, 0) for moved, over in gathered) / efficiency
         )
         starts = gathers_a_pass * (
-            ring_start_seconds(c, forward) + again * ring_start_seconds(c, backward)
+            ring_start_seconds(c, forward) + regathered * ring_start_seconds(c, backward)
         )
         starts += reductions * ring_start_seconds(c, group)
         return max(
-            _exposed(layout, gathers + reduce, compute_seconds) + starts, hooks - compute_seconds
+            _exposed(priced, gathers + reduce, compute_seconds) + starts, hooks - compute_seconds
         )
 
     if s.hpz_partition_size == 1:
         return m * micro_batch(group, group)
     node = Group(ranks=s.hpz_partition_size, ranks_per_node=s.hpz_partition_size)
-    if layout.adapter_sizes:  # frozen weights are never outdated
+    if priced.adapter_sizes:  # frozen weights are never outdated
         return m * micro_batch(node, node)
     # An update outdates the second copy (DeepSpeed stage3.py, invalidate_secondary_tensor): the
     # next forward pass gathers over all ranks and makes it anew. It waits for the device at each
@@ -174,27 +180,32 @@ def _zero_3_seconds(layout: PricedLayout, rank: int, compute_seconds: float) -> 
     return micro_batch(group, node) + launches + (m - 1) * micro_batch(node, node)
 
 
-def _hook_seconds(layout: PricedLayout, rank: int) -> float:
-    """The host's floor of a micro-batch: a fetch and a release around each module that holds
-    parameters, in the forward pass, where it is run again, and in the backward pass (DeepSpeed
-    zero/parameter_offload.py)."""
+def _hook_seconds(priced: PricedLayout, rank: int) -> float:
+    """Return the host's minimum seconds of a micro-batch.
+
+    ZeRO-3 fetches and releases around each module with parameters in the forward pass, its
+    recomputation and the backward pass (DeepSpeed zero/parameter_offload.py).
+    """
     counted = (
-        layout.shapes.modules
-        if layout.problem.expert_matrices_are_modules
-        else layout.shapes.stacked_modules
+        priced.shapes.modules
+        if priced.problem.expert_matrices_are_modules
+        else priced.shapes.stacked_modules
     )
-    modules = sum(counted[block.stop] - counted[block.start] for block in layout.ranks[rank])
+    modules = sum(counted[block.stop] - counted[block.start] for block in priced.ranks[rank])
     passes = 2 + (
-        layout.checkpointed_activations is None and layout.strategy.checkpointing == "full"
+        priced.checkpointed_activations is None and priced.strategy.checkpointing == "full"
     )
-    return 2 * passes * modules * layout.constants.hook_seconds
+    return 2 * passes * modules * priced.constants.hook_seconds
 
 
-def _exposed(layout: PricedLayout, comm_seconds: float, compute_seconds: float) -> float:
-    """What is not hidden behind this much compute. An assumed rate is a whole run's, which has its
-    exposed traffic in it: only what no compute could hide is added."""
-    assumed = layout.recipe.assume.mfu is not None
-    overlap = 1.0 if assumed else layout.constants.overlap(layout.traits.traffic)
+def _exposed(priced: PricedLayout, comm_seconds: float, compute_seconds: float) -> float:
+    """Return the communication that does not overlap with this much compute.
+
+    An assumed rate is a whole run's and includes exposed traffic, so only what no compute could
+    cover is added.
+    """
+    assumed = priced.recipe.assume.mfu is not None
+    overlap = 1.0 if assumed else priced.constants.overlap(priced.traits.traffic)
     return comm_seconds - overlap * min(comm_seconds, compute_seconds)
 
 
@@ -221,11 +232,13 @@ def _tied_seconds(layout: PricedLayout) -> float:
 FETCHES = 2
 
 
-def cpu_optimizer_seconds(layout: PricedLayout, numel: float) -> float:
-    """The update of a rank's share of so many parameters on the CPU (the node's GPUs share its
-    memory), and the way back to the GPU. In a pipeline and at ZeRO-1 gradients go to the host once
-    a step, after the last backward pass."""
-    s, c = layout.strategy, layout.constants
+def cpu_optimizer_seconds(priced: PricedLayout, numel: float) -> float:
+    """Return the seconds of a rank's update on the CPU and its way back to the GPU.
+
+    The node's GPUs share its memory. In a pipeline and at ZeRO-1 gradients go to the host once a
+    step, after the last backward pass.
+    """
+    s, c = priced.strategy, priced.constants
     updated = numel / s.zero_world_size
     rate = (
         c.host_bytes_per_second
@@ -235,39 +248,38 @@ def cpu_optimizer_seconds(layout: PricedLayout, numel: float) -> float:
     traffic = OPTIMIZERS[layout.recipe.training.optimizer.name].host_traffic_bytes
     update = traffic * updated * layout.cluster.gpus_per_node / rate
     copies = 0 if s.offload == "parameters" else 1
-    if _once_a_step(layout):
+    if _once_a_step(priced):
         copies += 1 + (FETCHES * s.gradient_accumulation_steps if s.offload == "parameters" else 0)
     return update + copies * updated * layout.element_bytes / c.host_link_bytes_per_second
 
 
-def _once_a_step(layout: PricedLayout) -> bool:
-    return layout.strategy.pipeline > 1 or layout.strategy.zero_stage <= 1
+def _once_a_step(priced: PricedLayout) -> bool:
+    return priced.strategy.pipeline > 1 or priced.strategy.zero_stage <= 1
 
 
-def host_transfer_seconds(layout: PricedLayout, rank: int, compute_seconds: float) -> float:
-    """Exposed, of one step: at each micro-batch gradients go to the host, and parameters come from
-    it, behind the compute as far as it reaches."""
-    s, c = layout.strategy, layout.constants
-    if _once_a_step(layout):
+def host_transfer_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> float:
+    """Return a step's exposed transfers to and from the host at each micro-batch."""
+    s, c = priced.strategy, priced.constants
+    if _once_a_step(priced):
         return 0.0
     moved = (
         (1 + (FETCHES if s.offload == "parameters" else 0))
-        * layout.numel(rank)
+        * priced.numel(rank)
         / s.zero_world_size
-        * layout.element_bytes
+        * priced.element_bytes
     )
     each = moved / c.host_link_bytes_per_second
     return s.gradient_accumulation_steps * (
-        each - c.overlap(layout.traits.traffic) * min(each, compute_seconds)
+        each - c.overlap(priced.traits.traffic) * min(each, compute_seconds)
     )
 
 
-# Forward + backward FLOPs, in forwards; recomputation adds its share on top.
+# Forward and backward FLOPs over forward FLOPs, without recomputation.
 FORWARDS_PER_STEP = 3
 
 
 class StageSeconds(NamedTuple):
-    """One micro-batch, forward and backward, on one pipeline rank."""
+    """Hold one micro-batch's forward and backward seconds on one pipeline rank."""
 
     compute: float
     tensor_comm: float
@@ -278,12 +290,14 @@ class StageSeconds(NamedTuple):
         return self.compute + self.tensor_comm + self.pipeline_comm
 
 
-def schedule_seconds(layout: PricedLayout, found: PassTimes, stages: list[StageSeconds]) -> float:
-    """From the first forward pass to the last backward pass: the simulation, or closed forms where
-    they are exact (one stage, 1F1B), and the bound by the slowest rank where nothing can run it
-    (too few micro-batches, or a rest of them under interleaving; a rule says so), or DualPipeV has
-    too many ranks."""
-    s, m = layout.strategy, layout.strategy.gradient_accumulation_steps
+def schedule_seconds(priced: PricedLayout, found: PassTimes, stages: list[StageSeconds]) -> float:
+    """Return the seconds from the first forward pass to the last backward pass.
+
+    Uses closed forms where they are exact (one stage, 1F1B), else the simulation. The slowest rank
+    bounds a schedule that cannot run (too few micro-batches, or a remainder under interleaving; a
+    rule reports it), and a DualPipeV with too many ranks.
+    """
+    s, m = priced.strategy, priced.strategy.gradient_accumulation_steps
     totals = [stage.total for stage in stages]
     if s.pipeline == 1:
         return m * totals[0]
@@ -291,7 +305,7 @@ def schedule_seconds(layout: PricedLayout, found: PassTimes, stages: list[StageS
         return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
     forward, backward = stage_pass_seconds(layout, found)
     if s.is_interleaved:
-        # What a rank waits for its messages is a part of its passes: one around each.
+        # Each pass includes the wait for one message.
         forward, backward = (
             tuple(x + found.send_seconds for x in each) for each in (forward, backward)
         )
@@ -306,9 +320,9 @@ def stage_pass_seconds(
     collectives included: DualPipeV's go from the last rank back to the first. What
     `schedule.events.simulate` and `interleaved` take. found: of this layout."""
     blocks = sorted(
-        (block for blocks in layout.ranks for block in blocks), key=lambda block: block.start
+        (block for blocks in priced.ranks for block in blocks), key=lambda block: block.start
     )
-    extra = found.per_rank_seconds * layout.strategy.pipeline / len(blocks)
+    extra = found.per_rank_seconds * priced.strategy.pipeline / len(blocks)
 
     def over(
         compute: tuple[float, ...], comm: tuple[float, ...], fixed: float
@@ -320,14 +334,14 @@ def stage_pass_seconds(
 
     forward = over(found.forward_compute, found.forward_comm, extra * FORWARD_SHARE)
     backward = over(found.backward_compute, found.backward_comm, extra * (1 - FORWARD_SHARE))
-    if layout.checkpointed_activations is not None:
-        again = [sum(partial_recompute_seconds(layout, found, [block])) for block in blocks]
-        backward = tuple(map(operator.add, backward, again))
+    if priced.checkpointed_activations is not None:
+        recompute = [sum(partial_recompute_seconds(priced, found, [block])) for block in blocks]
+        backward = tuple(map(operator.add, backward, recompute))
     return forward, backward
 
 
 def is_simulated(s: Layout) -> bool:
-    """Whether the step is the simulated one, not a bound by the slowest rank."""
+    """Return whether the step is simulated, not bounded by the slowest rank."""
     enough = (
         s.gradient_accumulation_steps >= 2 * s.pipeline
         and s.pipeline <= MAX_SIMULATED_DUALPIPEV_RANKS
@@ -338,8 +352,7 @@ def is_simulated(s: Layout) -> bool:
 
 
 def bubble_divisor(s: Layout) -> float:
-    """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards, where stages
-    are even.
+    """Return by how much fill and drain are shorter than 1F1B's p - 1 passes, for even stages.
 
     Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated with
     backward = 2 x forward, idles 5/2 p - 3 forwards instead of 3 (p - 1).
@@ -349,17 +362,16 @@ def bubble_divisor(s: Layout) -> float:
     return s.virtual_stages
 
 
-def estimate_time(layout: PricedLayout) -> Time:
-    """compute, comms, optimizer and bubble are those of the slowest pipeline rank and add up to the
-    step."""
-    s = layout.strategy
+def estimate_time(priced: PricedLayout) -> Time:
+    """Estimate the step; the parts are the slowest pipeline rank's and add up to the step."""
+    s = priced.strategy
     m = s.gradient_accumulation_steps
-    found = pass_times(layout)
-    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
+    found = pass_times(priced)
+    stages = [stage_seconds(priced, rank, found) for rank in range(s.pipeline)]
     slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     worst = stages[slowest]
-    schedule = schedule_seconds(layout, found, stages)
-    # DualPipeV's messages to both neighbours may overlap while it fills.
+    schedule = schedule_seconds(priced, found, stages)
+    # DualPipeV's messages to both neighbours may overlap during the fill.
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
     data_comm = _data_comm_seconds(layout, stages)
@@ -372,22 +384,22 @@ def estimate_time(layout: PricedLayout) -> Time:
     alone = schedule + data_comm + optimizer
     computing = [m * stage.compute + own for stage, own in zip(stages, optimizers, strict=True)]
     reducing = [m * stage.tensor_comm + data_comm for stage in stages]
-    step = shared_cores_step_seconds(layout.recipe, layout.cluster, alone, computing, reducing)
-    bubble += step - alone  # it waits for a core
+    step = shared_cores_step_seconds(priced.recipe, priced.cluster, alone, computing, reducing)
+    bubble += step - alone  # the rank waits for a core
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
-    length = layout.recipe.training.sequence_length
-    tokens = layout.recipe.training.global_batch_size * length
-    # No gradient of a frozen weight is computed.
-    forwards = FORWARDS_PER_STEP - layout.language_model_is_frozen
-    model_flops = forwards * forward_flops_per_token(layout.shapes, length) * tokens
+    length = priced.recipe.training.sequence_length
+    tokens = priced.recipe.training.global_batch_size * length
+    # Frozen weights have no gradient.
+    forwards = FORWARDS_PER_STEP - priced.language_model_is_frozen
+    model_flops = forwards * forward_flops_per_token(priced.shapes, length) * tokens
     model_flops += (
-        sum(vision_encoder_flops(layout.recipe, layout.graph))
-        * layout.recipe.training.global_batch_size
+        sum(vision_encoder_flops(priced.recipe, priced.graph))
+        * priced.recipe.training.global_batch_size
     )
-    model_flops += FORWARDS_PER_STEP * contrastive_loss_flops(layout.recipe, layout.graph)
-    hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
-    peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
+    model_flops += FORWARDS_PER_STEP * contrastive_loss_flops(priced.recipe, priced.graph)
+    hardware_flops = model_flops + recomputed_flops_per_token(priced) * tokens
+    peak = peak_flops(priced.cluster.gpu, priced.recipe.training.precision)
     return Time(
         step_seconds=step,
         compute_seconds=m * worst.compute,
@@ -404,11 +416,14 @@ def estimate_time(layout: PricedLayout) -> Time:
     )
 
 
-def least_interleaved_seconds(layout: PricedLayout) -> float:
-    """Of an interleaved pipeline's step, without its simulation. A rank begins behind the first
-    parts of the ranks before it, and ends before they go backward once more."""
-    s, found = layout.strategy, pass_times(layout)
-    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
+def least_interleaved_seconds(priced: PricedLayout) -> float:
+    """Return a lower bound of an interleaved pipeline's step, without simulation.
+
+    A rank begins after the first stages of the previous ranks, and ends before their last backward
+    passes.
+    """
+    s, found = priced.strategy, pass_times(priced)
+    stages = [stage_seconds(priced, rank, found) for rank in range(s.pipeline)]
     parts = [
         forward + backward
         for forward, backward in zip(*stage_pass_seconds(layout, found), strict=True)
@@ -420,64 +435,66 @@ def least_interleaved_seconds(layout: PricedLayout) -> float:
     )
     return (
         max(busy)
-        + _data_comm_seconds(layout, stages)
-        + max(optimizer_seconds(layout, r) for r in range(s.pipeline))
+        + _data_comm_seconds(priced, stages)
+        + max(optimizer_seconds(priced, r) for r in range(s.pipeline))
     )
 
 
-def _data_comm_seconds(layout: PricedLayout, stages: Sequence[StageSeconds]) -> float:
-    each = (data_comm_seconds(layout, rank, stages[rank].compute) for rank in _unlike_ranks(layout))
-    return max(each) + feature_gather_seconds(layout)
+def _data_comm_seconds(priced: PricedLayout, stages: Sequence[StageSeconds]) -> float:
+    each = (data_comm_seconds(priced, rank, stages[rank].compute) for rank in _unlike_ranks(priced))
+    return max(each) + feature_gather_seconds(priced)
 
 
 def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:
-    """Matrix products of the whole model, full S x S attention, the head included, the lookup
-    not."""
+    """Count the model's matrix products and full S x S attention, head included, lookup not."""
     products, _, scores = shapes.decoder_flops
     return products + scores * sequence_length + shapes.head_flops
 
 
-def recomputed_flops_per_token(layout: PricedLayout) -> int:
-    """As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it
-    is in the time alone."""
-    head = layout.shapes.head_flops if layout.strategy.loss == "chunked" else 0
-    return head + _recomputed_in_layers(layout)
+def recomputed_flops_per_token(priced: PricedLayout) -> int:
+    """Count recomputed FLOPs by convention; products that a checkpoint skips only shorten the
+    time."""
+    head = priced.shapes.head_flops if priced.strategy.loss == "chunked" else 0
+    return head + _recomputed_in_layers(priced)
 
 
-def _recomputed_in_layers(layout: PricedLayout) -> int:
-    """full: every decoder layer, or the first ones of each stage; selective: the scores and the
-    attention module's projections, Megatron's the scores alone, torch's by operator every second
-    product (see uses_selective_op)."""
-    products, projections, scores = layout.shapes.decoder_flops
-    scores *= layout.recipe.training.sequence_length
-    if layout.checkpointed_activations is not None:
-        return _recomputed_in_first_layers(layout)
-    match layout.strategy.checkpointing:
+def _recomputed_in_layers(priced: PricedLayout) -> int:
+    """Count the recomputed FLOPs of the decoder layers.
+
+    full: every decoder layer, or the first ones of each stage
+    selective: scores and the attention module's projections; Megatron's scores alone; torch's by
+        operator every second product (see uses_selective_op)
+    """
+    products, projections, scores = priced.shapes.decoder_flops
+    scores *= priced.recipe.training.sequence_length
+    if priced.checkpointed_activations is not None:
+        return _recomputed_in_first_layers(priced)
+    match priced.strategy.checkpointing:
         case "full":
             return products + scores
-        case "selective" if not layout.traits.selective_recomputes_projections:
+        case "selective" if not priced.traits.selective_recomputes_projections:
             return scores
-        case "selective" if uses_selective_op(layout.graph, layout.recipe.assume.kernels):
-            whole = model_shapes(layout.graph, 1)
+        case "selective" if uses_selective_op(priced.graph, priced.recipe.assume.kernels):
+            whole = model_shapes(priced.graph, 1)
             dropped = [
                 2 * sum(p.n * p.k for p in recomputed_products(kind.products))
                 for kind in whole.kinds
             ]
-            again = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
-            return again + (scores if layout.graph.attention == "eager" else 0)
+            products = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
+            return products + (scores if priced.graph.attention == "eager" else 0)
         case "selective":
             return projections + scores
         case _:
             return 0
 
 
-def _recomputed_in_first_layers(layout: PricedLayout) -> int:
+def _recomputed_in_first_layers(priced: PricedLayout) -> int:
     length, blocks = (
-        layout.recipe.training.sequence_length,
-        itertools.chain.from_iterable(layout.ranks),
+        priced.recipe.training.sequence_length,
+        itertools.chain.from_iterable(priced.ranks),
     )
-    ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
-    layers = itertools.chain.from_iterable(layout.graph.layers[start:stop] for start, stop in ends)
+    ends = [(block.start, priced.checkpointed_stop(block.start, block.stop)) for block in blocks]
+    layers = itertools.chain.from_iterable(priced.graph.layers[start:stop] for start, stop in ends)
     return sum(
         x.matmul_flops_per_token + x.attention_flops_per_token_per_position * length
         for x in layers
@@ -485,63 +502,72 @@ def _recomputed_in_first_layers(layout: PricedLayout) -> int:
     )
 
 
-def _unlike_ranks(layout: PricedLayout) -> Iterable[int]:
-    """One each of those whose data-parallel collectives are the same. Pipelines run at ZeRO 0 or 1:
-    gradients are reduced when all passes are through, so that their number decides."""
-    if layout.strategy.zero_stage > 1:
-        return range(layout.strategy.pipeline)
+def _unlike_ranks(priced: PricedLayout) -> Iterable[int]:
+    """Yield one of the ranks whose data-parallel collectives are equal.
+
+    Pipelines run at ZeRO 0 or 1, which reduce gradients after all passes, so only their number
+    counts.
+    """
+    if priced.strategy.zero_stage > 1:
+        return range(priced.strategy.pipeline)
     held = {
-        (layout.trainable_numel_of(b), layout.expert_numel_of(b)): rank
-        for rank, b in enumerate(layout.ranks)
+        (priced.trainable_numel_of(b), priced.expert_numel_of(b)): rank
+        for rank, b in enumerate(priced.ranks)
     }
     return held.values()
 
 
-def stage_seconds(layout: PricedLayout, rank: int, found: PassTimes) -> StageSeconds:
-    s, blocks = layout.strategy, layout.ranks[rank]
+def stage_seconds(priced: PricedLayout, rank: int, found: PassTimes) -> StageSeconds:
+    s, blocks = priced.strategy, priced.ranks[rank]
 
     def over(sums: tuple[float, ...]) -> float:
         return sum([sums[block.stop] - sums[block.start] for block in blocks])
 
-    again = partial_recompute_seconds(layout, found, blocks)
-    # Those that it sends, and those that it waits for: interleaved, both at once.
-    waits = pipeline_sends(layout, rank) * (1 if s.is_interleaved else 2)
+    recompute = partial_recompute_seconds(priced, found, blocks)
+    # Sends and receives; interleaved schedules run both at once.
+    waits = pipeline_sends(priced, rank) * (1 if s.is_interleaved else 2)
     return StageSeconds(
         compute=over(found.forward_compute)
         + over(found.backward_compute)
-        + again[0]
+        + recompute[0]
         + found.per_rank_seconds,
-        tensor_comm=over(found.forward_comm) + over(found.backward_comm) + again[1],
+        tensor_comm=over(found.forward_comm) + over(found.backward_comm) + recompute[1],
         pipeline_comm=waits * found.send_seconds,
     )
 
 
-def data_parallel_seconds(layout: PricedLayout) -> float:
-    """Data-parallel collectives of a step, of a layout without a pipeline."""
-    return data_comm_seconds(layout, 0, stage_seconds(layout, 0, pass_times(layout)).compute)
+def data_parallel_seconds(priced: PricedLayout) -> float:
+    """Return the data-parallel seconds of a step without a pipeline."""
+    return data_comm_seconds(priced, 0, stage_seconds(priced, 0, pass_times(priced)).compute)
 
 
-def per_step_seconds_per_parameter(layout: PricedLayout) -> float:
-    """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's
-    collectives and its update, without the starts of rings. A share of what `data_comm_seconds` and
-    `optimizer_seconds` say of a rank."""
-    s, numel = layout.strategy, max(1.0, layout.shapes.numel[-1] / layout.strategy.pipeline)
+def per_step_seconds_per_parameter(priced: PricedLayout) -> float:
+    """Return the gradient collective and update of one parameter at ZeRO 0 or 1, without ring
+    latency.
+
+    This is a share of `data_comm_seconds` and `optimizer_seconds`.
+    """
+    s, numel = priced.strategy, max(1.0, priced.shapes.numel[-1] / priced.strategy.pipeline)
     return _reduced_seconds(
-        layout, layout.group(s.zero_world_size, s.tensor), numel
-    ) / numel + _update_seconds(layout, 1)
+        priced, priced.group(s.zero_world_size, s.tensor), numel
+    ) / numel + _update_seconds(priced, 1)
 
 
-def least_once_a_step_seconds(layout: PricedLayout, layers: int = 0) -> float:
-    """Of the pipeline rank with the most parameters at ZeRO 0 or 1, wherever layers are placed:
-    what a mean rank's gradients and update take. Experts that are spread over ranks are reduced
-    over those with the same ones. layers: decoder layers, all of whose parameters are trained, that
-    some rank has at least."""
-    s, shapes = layout.strategy, layout.shapes
+def least_once_a_step_seconds(priced: PricedLayout, layers: int = 0) -> float:
+    """Return a lower bound of the gradient collectives and update on the largest rank at ZeRO 0 or
+    1.
+
+    It is a mean rank's, for any stage assignment. Experts that ranks shard are reduced over the
+    ranks with the same ones.
+
+    layers: decoder layers, all trained, that some rank has at least
+    """
+    s, shapes = priced.strategy, priced.shapes
     numel = (
-        layout.adapter_sizes[-1] if layout.adapter_sizes else shapes.numel[-1] - shapes.shared_numel
+        priced.adapter_sizes[-1] if priced.adapter_sizes else shapes.numel[-1] - shapes.shared_numel
     )
-    numel -= layout.frozen[-1] if layout.frozen else 0
-    spreads = s.shards_experts and not layout.has_frozen
+    numel -= priced.frozen[-1] if priced.frozen else 0
+    spreads = s.shards_experts and not priced.has_frozen
     experts = shapes.expert_numel[-1] if spreads else 0
     held = [((numel - experts) / s.pipeline, experts / s.pipeline)]
     if layers:
@@ -550,20 +576,20 @@ def least_once_a_step_seconds(layout: PricedLayout, layers: int = 0) -> float:
         )
         shared = expert_numel_of * spreads
         held.append((layers * float((numels - shared).min()), layers * float(shared.min())))
-    return max(_least_reduced_seconds(layout, *each) for each in held) + max(
-        _update_seconds(layout, sum(each)) for each in held
+    return max(_least_reduced_seconds(priced, *each) for each in held) + max(
+        _update_seconds(priced, sum(each)) for each in held
     )
 
 
-def _least_reduced_seconds(layout: PricedLayout, numel: float, experts: float) -> float:
-    """numel: without the experts that are spread over ranks."""
-    s = layout.strategy
+def _least_reduced_seconds(priced: PricedLayout, numel: float, experts: float) -> float:
+    """Return the least reduction seconds; numel: without experts that ranks shard."""
+    s = priced.strategy
     if s.zero_world_size == 1 and s.expert_replicas == 1:
         return 0.0
-    seconds = _reduced_seconds(layout, layout.group(s.zero_world_size, s.tensor), numel)
+    seconds = _reduced_seconds(priced, priced.group(s.zero_world_size, s.tensor), numel)
     if experts:
-        over = layout.group(s.expert_replicas, s.expert * s.expert_tensor_ranks)
-        seconds += _reduced_seconds(layout, over, experts / s.expert_shard_ratio)
+        over = priced.group(s.expert_replicas, s.expert * s.expert_tensor_ranks)
+        seconds += _reduced_seconds(priced, over, experts / s.expert_shard_ratio)
     return seconds
 
 
@@ -574,8 +600,8 @@ def _reduced_seconds(layout: PricedLayout, group: Group, numel: float) -> float:
     gradient = element_bytes(layout.accumulation_dtype)
     if s.zero_stage == 0:
         return all_reduce_seconds(cluster, c, group, gradient * numel, 0)
-    moved = gradient + layout.element_bytes
-    return gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(layout)
+    moved = gradient + priced.element_bytes
+    return gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(priced)
 
 
 def optimizer_seconds(layout: PricedLayout, rank: int) -> float:
@@ -588,17 +614,17 @@ def _optimizer_seconds(layout: PricedLayout, numel: int) -> float:
     return _update_seconds(layout, numel) + once
 
 
-def _update_seconds(layout: PricedLayout, numel: float) -> float:
-    if layout.strategy.offload != "none":
-        return cpu_optimizer_seconds(layout, numel)
-    updated = numel / (layout.strategy.zero_world_size if layout.strategy.zero_stage >= 1 else 1)
-    if own := engine_overheads(layout.recipe, layout.graph, layout.strategy):
+def _update_seconds(priced: PricedLayout, numel: float) -> float:
+    if priced.strategy.offload != "none":
+        return cpu_optimizer_seconds(priced, numel)
+    updated = numel / (priced.strategy.zero_world_size if priced.strategy.zero_stage >= 1 else 1)
+    if own := engine_overheads(priced.recipe, priced.graph, priced.strategy):
         return updated * own.parameter_seconds.value
     traffic = OPTIMIZERS[layout.recipe.training.optimizer.name].traffic
     return _traffic_seconds(layout, traffic * layout.constants.optimizer_traffic_bytes * updated)
 
 
-def _traffic_seconds(layout: PricedLayout, moved_bytes: float) -> float:
+def _traffic_seconds(priced: PricedLayout, moved_bytes: float) -> float:
     return moved_bytes / (
-        layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
+        priced.cluster.gpu.hbm_bytes_per_second * priced.constants.memory_efficiency
     )

@@ -1,6 +1,4 @@
-"""Seconds that the tower of a model that sees takes, on the largest row that `data.images`
-allows.
-"""
+"""Cost what a task adds: the vision encoder and the contrastive loss."""
 
 from __future__ import annotations
 
@@ -22,9 +20,12 @@ def vision_encoder_seconds(
     device: Device,
     c: Constants,
 ) -> tuple[float, float]:
-    """Forward and backward of a micro-batch of so many rows, what is run again included. A layer's
-    FLOPs at the rate that its widest matrix reaches; at `assume.mfu` of the peak where that is
-    given."""
+    """Return forward and backward seconds of a micro-batch, recomputation included.
+
+    A layer's FLOPs run at the rate of its widest matrix, or at `assume.mfu` of the peak.
+
+    rows: sequences of the micro-batch, each with as many images as `data.images` allows
+    """
     forward = backward = 0.0
     row, mfu = largest_image_sequence(recipe, graph), recipe.assume.mfu
     for each in vision_encoder_layer_costs(recipe, graph, checkpointing, device.element_bytes):
@@ -40,29 +41,25 @@ def vision_encoder_seconds(
     return forward, backward
 
 
-# What comparing all pairs of a batch costs: similarities, and the features that every data rank
-# gets of the others.
-#
-# As parallel/distributed_losses.py computes them, in fp32. Letters: b pairs of a rank, N of the
-# global batch, P width of the features.
+# The contrastive loss in fp32, as parallel/distributed_losses.py computes it. b: pairs of a rank,
+# N: pairs of the global batch, P: feature width.
 
 
 _FP32 = 4
 _SIDES = 2
-"""A picture's features and a caption's."""
+"""Counts an image's features and a caption's."""
 _COMPARED = {"softmax": 2, "sigmoid": 1}
-"""Matrices b x N of a rank, by `Cut.loss`: CLIP's cross-entropy looks along both sides, SigLIP's
-sum at each pair once."""
+"""Counts the b x N matrices of a rank by loss: CLIP's cross-entropy works along both sides,
+SigLIP's sum at each pair once."""
 HELD = {"softmax": 6, "sigmoid": 6}
-"""fp32 matrices of that size that are there at once, of all: similarities, scaled and signed, what
-the loss keeps of them, and a gradient on its way (tests/unit/cost/test_contrastive.py counts
-them)."""
+"""Counts the fp32 matrices of that size in memory at once: similarities, scaled and signed, the
+loss's saved tensors, and a gradient (tests/unit/cost/test_contrastive.py counts them)."""
 _PASSES = {"softmax": (6, 6), "sigmoid": (10, 8)}
-"""Reads and writes of each, forward and backward, beside the product."""
+"""Counts reads and writes of each, forward and backward, beside the product."""
 
 
 def contrastive_loss_flops(recipe: Recipe, graph: ModelGraph) -> int:
-    """Forward, of a step: one matrix N x N, whatever each rank computes of it a second time."""
+    """Return a step's forward FLOPs: one N x N matrix, duplicates on other ranks not counted."""
     pairs = recipe.training.global_batch_size
     return 2 * pairs * pairs * graph.features if graph.task_traits.compares_pairs else 0
 
@@ -70,7 +67,10 @@ def contrastive_loss_flops(recipe: Recipe, graph: ModelGraph) -> int:
 def contrastive_loss_seconds(
     recipe: Recipe, graph: ModelGraph, rows: int, device: Device, fp32_flops: float, c: Constants
 ) -> tuple[float, float]:
-    """Forward and backward of a rank with so many pairs. fp32_flops: its peak."""
+    """Return forward and backward seconds of a rank with `rows` pairs.
+
+    fp32_flops: the fp32 peak
+    """
     elements = rows * recipe.training.global_batch_size * _COMPARED[graph.cut.loss]
     product = (
         2 * elements * graph.features / (fp32_flops * (recipe.assume.mfu or c.gemm_efficiency))
@@ -83,12 +83,12 @@ def contrastive_loss_seconds(
     return product + read, 2 * product + back
 
 
-def contrastive_loss_bytes(layout: PricedLayout) -> float:
-    """Of a rank, while the loss is computed."""
-    loss, pairs = layout.graph.cut.loss, layout.recipe.training.global_batch_size
-    matrices = HELD[loss] * layout.strategy.micro_batch_size * pairs
-    # As they arrive, side by side, and their gradients.
-    features = 3 * _SIDES * pairs * layout.graph.features
+def contrastive_loss_bytes(priced: PricedLayout) -> float:
+    """Return the peak bytes on one rank while the loss is computed."""
+    loss, pairs = priced.graph.cut.loss, priced.recipe.training.global_batch_size
+    matrices = HELD[loss] * priced.strategy.micro_batch_size * pairs
+    # Count the gathered features, their concatenation and their gradients.
+    features = 3 * _SIDES * pairs * priced.graph.features
     return float(_FP32 * (matrices + features))
 
 
@@ -98,7 +98,7 @@ def feature_gather_seconds(layout: PricedLayout) -> float:
     s = layout.strategy
     if not layout.graph.task_traits.compares_pairs or s.shards == 1:
         return 0.0
-    moved = _FP32 * _SIDES * layout.recipe.training.global_batch_size * layout.graph.features
-    group = layout.group(s.zero_world_size, s.tensor)
-    gathered = gather_seconds(layout.cluster, layout.constants, group, moved)
-    return gathered + all_reduce_seconds(layout.cluster, layout.constants, group, moved)
+    moved = _FP32 * _SIDES * priced.recipe.training.global_batch_size * priced.graph.features
+    group = priced.group(s.zero_world_size, s.tensor)
+    gathered = gather_seconds(priced.cluster, priced.constants, group, moved)
+    return gathered + all_reduce_seconds(priced.cluster, priced.constants, group, moved)

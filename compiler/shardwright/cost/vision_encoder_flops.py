@@ -1,9 +1,8 @@
-"""What the tower of a model that sees computes and keeps: FLOPs and bytes of the largest row that
-`data.images` allows.
+"""Count the vision encoder's FLOPs and saved bytes for the largest sequence that `data.images`
+allows.
 
-The tower stands on the first stage, whole on each tensor rank, and runs in every micro-batch.
-Letters: n patches of a picture; FLOPs and bytes are a n + b n^2 of it
-(models/model_graph.py).
+The encoder is on the first stage, replicated on each tensor rank, and runs in every micro-batch.
+FLOPs and bytes of an image with n patches are a n + b n^2 (models/model_graph.py).
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import Recipe
 
 INPUT_GRADIENT_SHARE = 0.5
-"""Of a backward pass, where the weights are frozen and what comes before them is not: one product
-of two."""
+"""Gives the share of a backward pass with frozen weights behind trained ones: one product of
+two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceImages:
-    """pictures: that the tower sees of a row, each tile of one that is cut; patches: of each."""
+    """Count the images of a sequence, each tile of a split image, and the patches of each."""
 
     image_count: int
     patches: int
@@ -31,7 +30,12 @@ class SequenceImages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionLayerCost:
-    """forward, backward: FLOPs of a row. again: of what is run a second time. kept: bytes."""
+    """Count one layer's work for a sequence.
+
+    forward, backward: FLOPs
+    recompute_flops: recomputed
+    activation_bytes: saved
+    """
 
     layer: VisionLayer
     forward: int
@@ -41,8 +45,10 @@ class VisionLayerCost:
 
 
 def largest_image_sequence(recipe: Recipe, graph: ModelGraph) -> SequenceImages | None:
-    """As many pictures of the largest size as the contract allows and a row has tokens for; None
-    where the tower is not counted."""
+    """Return as many images of the largest size as the data allows and a sequence has tokens for.
+
+    Returns None where the vision encoder is not counted.
+    """
     images = next(
         (part.images for _, part in recipe.dataset_sections() if part.images is not None), None
     )
@@ -64,7 +70,7 @@ def largest_image_sequence(recipe: Recipe, graph: ModelGraph) -> SequenceImages 
 
 
 def vision_encoder_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:
-    """Of a row: (forward, backward)."""
+    """Return (forward, backward) FLOPs of a sequence."""
     layers = list(vision_encoder_layer_costs(recipe, graph, "none", 4))
     return sum(x.forward for x in layers), round(sum(x.backward for x in layers))
 
@@ -72,7 +78,7 @@ def vision_encoder_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:
 def vision_encoder_activation_bytes(
     recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
 ) -> int:
-    """Of a row, from its forward to its backward pass."""
+    """Return the saved bytes of a sequence."""
     return sum(
         each.activation_bytes
         for each in vision_encoder_layer_costs(recipe, graph, checkpointing, element_bytes)
@@ -82,13 +88,16 @@ def vision_encoder_activation_bytes(
 def vision_encoder_layer_costs(
     recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
 ) -> Iterator[VisionLayerCost]:
-    """A layer has a backward pass where it, or one before it, is trained. Under `full` a block
-    keeps its input and runs again; the rest of the tower stays."""
+    """Yield the cost of each layer.
+
+    A layer has a backward pass where it, or an earlier one, is trained. Under `full` a block saves
+    its input and is recomputed; the rest of the encoder saves everything.
+    """
     row, vision = largest_image_sequence(recipe, graph), graph.vision
     if row is None or vision is None:
         return
     trained = _trained(recipe, graph, vision)
-    live = trained[""]  # the patches' own projection comes before the blocks
+    live = trained[""]  # the patch projection comes before the blocks
     for layer in vision.layers:
         mode: Checkpointing = "full" if checkpointing == "full" and layer.name else "none"
         live = live or trained[layer.name] or (not layer.name and trained["projector"])
@@ -115,8 +124,10 @@ def vision_encoder_layer_costs(
 
 
 def _trained(recipe: Recipe, graph: ModelGraph, vision: VisionEncoder) -> dict[str, bool]:
-    """By the name of a layer, whether any parameter of it is: "" the tower's own outside its
-    blocks, "projector"."""
+    """Map each layer's name to whether any of its parameters is trained.
+
+    "" stands for the encoder outside its blocks; "projector" is the projector.
+    """
     found = dict.fromkeys([*(layer.name for layer in vision.layers), "projector"], False)
     if recipe.lora is not None:
         return found

@@ -1,5 +1,5 @@
-"""Files of the user's that travel with the compiled folder: the tokenizer's, the hostfile, the
-set-up script and the measurements."""
+"""Copy the user's files into the compiled folder: tokenizer, hostfile, set-up script,
+measurements."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from shardwright.utils.file_io import read_regular_file, read_regular_text_file
 def input_files_to_copy(
     recipe: Recipe, cluster: Cluster, tokenizer: Path | None
 ) -> dict[str, bytes]:
-    """Relative path in the compiled folder -> content. tokenizer: the folder that holds it, where
-    one is needed.
+    """Return the content of each file to copy, by its relative path in the compiled folder.
 
-    Raises Refusal for what cannot be read or used.
+    tokenizer: the folder that holds the tokenizer, where one is needed
+
+    Raises Refusal for files that cannot be read or used.
     """
     files: dict[str, bytes] = {}
     errors: list[Diagnostic] = []
@@ -55,8 +56,10 @@ def input_files_to_copy(
 
 
 def pretrained_companion_files(plan: Plan) -> dict[str, bytes]:
-    """What lies beside pretrained weights and goes into the exported model: how it generates, and
-    its tokenizer where the data brings token ids instead of text. {} where there is none."""
+    """Return the generation config beside pretrained weights, for the exported model.
+
+    Includes the tokenizer where the data is token ids. Returns {} without pretrained weights.
+    """
     if plan.model.weights_path is None:
         return {}
     patterns = (
@@ -89,7 +92,7 @@ def _tokenizer(folder: Path, name: str) -> dict[str, bytes]:
 
 
 def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
-    """The recipe's hostfile, every line checked, comments dropped; {} where none is given."""
+    """Return the recipe's hostfile, checked and without comments; {} where there is none."""
     path = recipe.launch.hostfile
     if path is None:
         return {}
@@ -100,7 +103,7 @@ def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
         raise refusal(
             "SW5204",
             f"launch.hostfile: {path!r} cannot be read: {cause}",
-            "Give a text file with a line `name slots=N` for each node.",
+            "Write a text file with a line `name slots=N` for each node.",
             ("launch", "hostfile"),
         ) from None
     hosts = read_hostfile(path, text, cluster.nodes, cluster.gpus_per_node)

@@ -1,5 +1,4 @@
-"""The hosts of a run, which a hostfile binds to the plan's node indices: its lines, and do they fit
-the rank map?"""
+"""Read a hostfile and check it against the plan's nodes and ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +8,11 @@ from dataclasses import dataclass
 from shardwright.diagnostics import Diagnostic, Location, Refusal, found
 
 SHELL_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
-"""What DeepSpeed's multi-node launchers pass on as it is: pdsh hands it to a remote shell unquoted,
-and for the others DeepSpeed puts quotes around the rest that nobody takes off
+"""Matches text that DeepSpeed's multi-node launchers pass on unchanged. pdsh hands it to a
+remote shell unquoted; the others leave DeepSpeed's added quotes in place
 (launcher/multinode_runner.py)."""
 
-# DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots; that text would be
-# ignored in silence.
+# DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots, and ignores it.
 _HOST_LINE = re.compile(
     r"((?:{name}@)?{name})\s+slots=([0-9]{{1,6}})".format(name=r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 )
@@ -23,7 +21,7 @@ _COLON = re.compile(r"([^\s:]+):([^\s:]*)(:\S*)?\s+slots=[0-9]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """place: its line of the hostfile."""
+    """Hold one host; place: its line of the hostfile."""
 
     name: str
     slots: int
@@ -31,20 +29,21 @@ class Host:
 
 
 def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Host, ...]:
-    """The hosts of a hostfile in order: host i is the plan's node i. Raises Refusal with every line
-    that is wrong.
+    """Return the hosts in order: host i is the plan's node i.
 
-    Rank r of a plan is on slot r % gpus_per_node of node r // gpus_per_node, and DeepSpeed numbers
-    ranks through the hosts' slots: other slots would move every later rank, and tensor groups would
-    leave their node.
+    Rank r of a plan is on slot r % gpus_per_node of node r // gpus_per_node. DeepSpeed numbers
+    ranks through the hosts' slots, so another number of slots would shift every later rank and move
+    tensor groups across nodes.
+
+    Raises Refusal with SW5201 to SW5203 for every wrong line.
     """
     hosts, errors = _parse(path, text)
     errors += [
         found(
             "SW5203",
             host.place,
-            f"hostfile line {host.place.line}: {host.name} has slots={host.slots}, the plan has "
-            f"{gpus_per_node} ranks on each node",
+            f"hostfile line {host.place.line}: {host.name} has slots={host.slots}, but the plan "
+            f"has {gpus_per_node} ranks on each node",
             _clusters(hosts),
         )
         for host in hosts
@@ -58,10 +57,10 @@ def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple
                 "SW5203",
                 surplus or Location(file=path, line=0, column=0),
                 (
-                    f"hostfile{at}: {_count(len(hosts), 'host')}, and the plan has "
+                    f"hostfile{at}: {_count(len(hosts), 'host')}, but the plan has "
                     f"{_count(nodes, 'node')}"
                 ),
-                f"Give {_count(nodes, 'line')} `name slots={gpus_per_node}`, or compile for "
+                f"Write {_count(nodes, 'line')} `name slots={gpus_per_node}`, or compile for "
                 f"cluster.nodes: {max(1, len(hosts))}.",
             )
         )
@@ -71,8 +70,7 @@ def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple
 
 
 def _clusters(hosts: tuple[Host, ...]) -> str:
-    """The clusters that can be made of these hosts, the one with the most GPUs first: every node
-    has as many slots."""
+    """Name the clusters that these hosts can form, the one with the most GPUs first."""
     by_slots = {
         slots: sum(host.slots >= slots for host in hosts)
         for slots in {host.slots for host in hosts}
@@ -81,15 +79,14 @@ def _clusters(hosts: tuple[Host, ...]) -> str:
     sizes = sorted(by_slots.items(), key=lambda item: (-item[0] * item[1], -item[0]))[:3]
     if not sizes:
         return "Write slots=N, the number of the host's GPUs."
-    told = [
+    named = " or ".join(
         f"nodes: {count}, gpus_per_node: {slots} ({slots * count} GPUs)" for slots, count in sizes
-    ]
-    named = " or ".join(told)
+    )
     if len(by_slots) == 1:
         return f"Compile for cluster.{named}."
     return (
-        f"Compile for cluster.{named}; a host may offer fewer slots than it has GPUs, and "
-        "others stay out."
+        f"Compile for cluster.{named}. Lower a host's slots below its GPUs, or remove hosts, "
+        "to match."
     )
 
 
@@ -114,10 +111,10 @@ def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
                     "SW5202",
                     place,
                     (
-                        f"hostfile line {number}: {match[1]!r} is there already, on line "
+                        f"hostfile line {number}: {match[1]!r} is already listed on line "
                         f"{hosts[match[1]].place.line}"
                     ),
-                    "Give each host one line; slots=N is the number of its GPUs.",
+                    "List each host once; slots=N is the number of its GPUs.",
                 )
             )
         else:
@@ -128,19 +125,18 @@ def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
 def _unreadable(number: int, line: str, place: Location) -> Diagnostic:
     colon = _COLON.fullmatch(line)
     message = f"hostfile line {number}: {line!r} is not `name slots=N`"
-    help = "One host a line: its name, a space and slots=N; comments on lines of their own."
+    help = (
+        "Write one host a line: its name, a space and slots=N. Put comments on lines of their own."
+    )
     if colon is not None and colon[3] is None and colon[2].isdecimal():
-        message = (
-            f"hostfile line {number}: '{colon[1]}:{colon[2]}' is not a host's name: it has a port "
-            "behind it"
-        )
+        message = f"hostfile line {number}: '{colon[1]}:{colon[2]}' is a host name with a port"
         name = colon[1].rpartition("@")[2]
         help = (
             f"Write `{colon[1]}` here, and the port in ~/.ssh/config: `Host {name}` and below "
             f"it `Port {colon[2]}`."
         )
-    elif colon is not None:  # pdsh reads what stands before a colon as the way to log in
-        message = f"hostfile line {number}: a host's name has no colon in it"
+    elif colon is not None:  # pdsh reads the text before a colon as the way to log in
+        message = f"hostfile line {number}: the host name contains a colon"
         help = (
             "Give a host with an IPv6 address a name, in DNS, /etc/hosts or ~/.ssh/config, and "
             "write that."

@@ -1,4 +1,4 @@
-"""The plans of islands: a plan each, the same but for who it is and where it writes."""
+"""Derive the plan of each DiLoCo island: equal but for the island's number and output paths."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardwright.utils.json_values import canonical_hash
 
 
 def island_name(island: int) -> str:
-    """Its folder in the compiled one."""
+    """Return the name of the island's folder inside the compiled one."""
     return f"island-{island}"
 
 
 def island_plan(plan: Plan, island: int) -> Plan:
-    """What this island runs. What several would write to one place gets its name."""
+    """Return the plan that this island runs; outputs of several islands get its name."""
     checkpoint, island_label = plan.checkpoint, island_name(island)
     if checkpoint.directory.startswith("/"):
         checkpoint = replace(
@@ -31,8 +31,10 @@ def island_plan(plan: Plan, island: int) -> Plan:
 
 
 def plan_digest(plan: Plan) -> str:
-    """The same on every island of a plan, and of no other: all that decides what is trained. Not
-    how and where its ranks are started."""
+    """Return a digest of all that decides training; it is the same on every island.
+
+    How and where ranks start is not included.
+    """
     island_label = {"name", "launch", "checkpoint", "outer", "tracking"}
     document = {key: value for key, value in asdict(plan).items() if key not in island_label}
     outer = None if plan.outer is None else asdict(replace(plan.outer, island=None))
@@ -40,24 +42,26 @@ def plan_digest(plan: Plan) -> str:
 
 
 def island_folders(plan: Plan, folder: Path) -> list[Path]:
-    """Of every island; [] for a plan without any, or of one island."""
+    """Return every island's folder; [] for a plan without islands or with one."""
     return [folder / island_name(k) for k in plan.island_numbers]
 
 
 def select_island_folder(plan: Plan, folder: Path, island: int | None) -> Path:
-    """The folder that `run` and its like take: an island's own where it is asked for. Raises
-    Refusal: SW6014 where the plan has islands and none of them is named, or the other way round."""
+    """Return the folder that `run` and similar commands use: the named island's own folder.
+
+    Raises Refusal with SW6014 where the plan has islands and none is named, or the reverse.
+    """
     folders = island_folders(plan, folder)
     if island is None and not folders:
         return folder
     if island is None:
         help = (
-            f"Give `--island 0` to `--island {len(folders) - 1}`. `run` takes `all`, too: on "
-            "this machine."
+            f"Pass `--island 0` to `--island {len(folders) - 1}`. `run` also takes `--island all`, "
+            "which starts them all on this machine."
         )
         raise refusal(
             "SW6014",
-            f"the plan is of {len(folders)} islands, and each is looked at by itself",
+            f"the plan has {len(folders)} islands, and this command needs one of them",
             help,
         )
     if not folders:
@@ -67,5 +71,5 @@ def select_island_folder(plan: Plan, folder: Path, island: int | None) -> Path:
         )
     if not 0 <= island < len(folders):
         message = f"--island {island}: the islands of this plan are 0 to {len(folders) - 1}"
-        raise refusal("SW6014", message, "Give one of them.")
+        raise refusal("SW6014", message, "Pass one of these numbers.")
     return folders[island]

@@ -1,7 +1,7 @@
-"""Stage 6's output: everything decided. plan.json is this, field by field; what else a run reads as
-data (ds_config.json, the model's configuration, the tokenizer) stands in it by its digest.
+"""Define Plan, every decision of a compile; plan.json is this record, field by field.
 
-Rules for change: adding a field with a default is a minor change; renaming or removing one raises
+Other files that a run reads (ds_config.json, the model's configuration, the tokenizer) are recorded
+by their digests. Adding a field with a default is a minor change; renaming or removing one raises
 PLAN_VERSION.
 """
 
@@ -45,8 +45,11 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRouterAuxLoss:
-    """affinity: what makes a router's logits a token's affinity to each expert
-    (models/mixture_of_experts.py)."""
+    """Hold the routers' balance loss.
+
+    affinity: what turns a router's logits into a token's affinity to each expert
+        (models/mixture_of_experts.py)
+    """
 
     coefficient: float
     affinity: str
@@ -54,22 +57,24 @@ class PlanRouterAuxLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanModel:
-    """config_file, tokenizer_directory: relative to the compiled folder.
+    """Describe the model that a run builds.
 
-    weights_path: absolute folder of safetensors files where weights is "pretrained", else None;
-    revision: its commit
-        where it is of the hub.
+    config_file: path in the compiled folder
+    weights_path: absolute folder of safetensors files where weights is "pretrained", else None
+    revision: the commit of a model from the hub
     embedding_modules, head_modules: modules outside the decoder stack whose parameters the first
-    and the last layer
-        hold; a tied head names the embedding's module too. A parameter stands there by its own path
-        where its module owns others' too, or holds the stack.
-    shared_parameters: those that both hold, by name. dropout: the largest probability in the model;
-    0 where nothing is random. remote_code: of a type that transformers lacks; its files lie beside
-    config_file. router_aux_loss: None where routers get no balance loss. frozen: parameters that
-    are not trained, by name, or by pattern with * for numbers where all of them are.
-    vision_encoder_blocks: paths of the blocks of a tower, which full checkpointing recomputes as it
-    does decoder layers. transformer_engine: whether GPU ranks take Megatron-Core's layers of it;
-    auto: where it is installed.
+        and the last layer hold; a tied head names the embedding's module too; a parameter is listed
+        by its own path where its module owns others' too, or holds the stack
+    shared_parameters: names of those that both hold
+    dropout: the largest probability in the model; 0 where nothing is random
+    remote_code: the code of a type that transformers lacks; its files lie beside config_file
+    router_aux_loss: None where routers get no balance loss
+    frozen: parameters that are not trained, by name, or by pattern with * for numbers where all of
+        them are
+    vision_encoder_blocks: paths of the vision encoder's blocks, which full checkpointing recomputes
+        like decoder layers
+    transformer_engine: whether GPU ranks use Megatron-Core's Transformer Engine layers; auto: where
+        it is installed
     """
 
     model_type: str
@@ -99,7 +104,8 @@ class PlanModel:
     transformer_engine: AutoSwitch = "off"
 
     def is_frozen(self, parameter: str) -> bool:
-        """By `model.freeze`, or because nothing ever reaches it."""
+        """Return whether the parameter is frozen by `model.freeze` or never reached by a
+        gradient."""
         return any(
             name in (*self.frozen, *self.cut.untrained)
             for name in (parameter, name_pattern(parameter))
@@ -113,7 +119,7 @@ class PlanModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStage:
-    """One pipeline stage: layers[first:first+len(layers)] of embedding, decoder..., head."""
+    """Hold one pipeline stage: layers[first:first+len(layers)] of embedding, decoder..., head."""
 
     stage: int
     pipeline_rank: int
@@ -123,16 +129,18 @@ class PlanStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLora(LoraSection):
-    """target_modules: the last part of the path of each adapted module, all inside decoder
-    layers."""
+    """Hold the LoRA section; target_modules: last path part of each adapted decoder module."""
 
     target_modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRank:
-    """parameter_bytes: resident parameters in the compute dtype, after tensor, pipeline and ZeRO-3
-    splits."""
+    """Place one rank on a node and in the layout.
+
+    parameter_bytes: resident parameters in the compute dtype, after tensor, pipeline and ZeRO-3
+        sharding
+    """
 
     rank: int
     node: int
@@ -146,7 +154,7 @@ class PlanRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTraining(TrainingFields):
-    """steps: 0 where `epochs` is given: they are counted when the data is prepared."""
+    """Hold the training section; steps is 0 with `epochs`, until the data is prepared."""
 
     steps: int
     gradient_accumulation_dtype: str
@@ -154,10 +162,11 @@ class PlanTraining(TrainingFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanScheduler(SchedulerFields):
-    """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the
-    last step.
+    """Hold the schedule: update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve.
 
-    warmup_ratio: set where the number of steps is not known yet; warmup_steps follows from it then.
+    The curve ends at min_lr at the last step.
+
+    warmup_ratio: set while the number of steps is unknown; warmup_steps follows from it later
     """
 
     warmup_steps: int
@@ -166,15 +175,17 @@ class PlanScheduler(SchedulerFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheckpoint(CheckpointSection):
-    """every_steps: also where the recipe says auto."""
+    """Hold the checkpoint section; every_steps is resolved where the recipe says auto."""
 
     every_steps: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiLoCo(OuterSection):
-    """island: which of them this plan is of, from 0; None: of all. The plan's nodes, ranks and
-    global batch are those of one island."""
+    """Hold DiLoCo's outer section; the plan's nodes, ranks and global batch are one island's.
+
+    island: the number of this plan's island, from 0; None: the plan covers all islands
+    """
 
     islands: int
     island: int | None
@@ -182,6 +193,8 @@ class PlanDiLoCo(OuterSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
+    """Hold the predicted memory, step time and training time."""
+
     memory: Memory
     time: Time
     training: Training
@@ -189,13 +202,16 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Holds every decision about a run.
+    """Hold every decision of a compile.
 
-    target: the engine that runs the plan. versions: package -> the public version that compiled
-    it. zero: the engine's own settings of ZeRO. digests: file of the compiled folder -> sha256
-    (hex) of its bytes, for each file that a run reads as data. experts: paths of the modules whose
-    parameters are sharded over expert ranks along the first dimension, or held unsharded by tensor
-    ranks; () without such modules. outer: None without islands."""
+    target: the engine that runs it
+    versions: public version of each package that compiled it
+    zero: how the engine shards states, in its own words
+    digests: sha256 (hex) of each data file of the compiled folder
+    experts: paths of modules whose parameters expert ranks shard along the first dimension, or
+        tensor ranks hold unsharded; () where there are none
+    outer: None without islands
+    """
 
     version: int
     name: str
@@ -255,33 +271,37 @@ class Plan:
         return self.training.global_batch_size * self.islands
 
     def expert_coordinates(self, rank: PlanRank) -> tuple[int, int]:
-        """(its place among the ranks that share out experts, its place among those that hold the
-        same ones). Ranks of a stage, the tensor ranks neighbours, are first those that cut an
-        expert, then those that share experts out."""
+        """Return (expert-parallel coordinate, replica coordinate) of a rank.
+
+        The ranks of a stage, tensor ranks adjacent, are ordered first by the shard of an expert,
+        then by the experts that they hold.
+        """
         s = self.strategy
         number = (rank.data * s.context + rank.context) * s.tensor + rank.tensor
         copy, expert = divmod(number // s.expert_tensor_ranks, s.expert)
         return expert, copy
 
     def expert_rank_of(self, rank: PlanRank) -> int:
+        """Return the rank's expert-parallel coordinate."""
         return self.expert_coordinates(rank)[0]
 
     def is_expert_parameter(self, parameter: str) -> bool:
-        """Whether other ranks hold it than hold what is not of experts."""
+        """Return whether the parameter is sharded over expert ranks, unlike the rest of the
+        model."""
         return parameter.rpartition(".")[0] in self.experts
 
     def expert_shard_count(self, parameter: str) -> int:
-        """Equal parts of its first dimension, one for each expert rank; 1 where each rank has all
-        of it."""
+        """Return the equal shards of its first dimension, one for each expert rank, or 1."""
         return self.strategy.expert if self.is_expert_parameter(parameter) else 1
 
     @property
     def boundaries(self) -> tuple[int, ...]:
+        """Return the stage boundaries over the layers."""
         last = self.stages[-1]
         return (*(s.first_layer for s in self.stages), last.first_layer + len(last.layers))
 
     def verify(self) -> None:
-        """Raises ValueError where the plan contradicts itself (a bug of ours, not the user's)."""
+        """Raise ValueError where the plan contradicts itself, which is a bug of this project."""
         s = self.strategy
         if not s.world_size == self.nodes * self.gpus_per_node == len(self.ranks):
             raise ValueError(
@@ -302,7 +322,7 @@ class Plan:
             )
         if len(self.stages) != s.total_stages or any(not stage.layers for stage in self.stages):
             raise ValueError(
-                f"{len(self.stages)} stages in the plan, {s.total_stages} in the strategy"
+                f"{len(self.stages)} stages in the plan, {s.total_stages} in the layout"
             )
         layers = [name for stage in self.stages for name in stage.layers]
         if len(layers) != len(set(layers)):
@@ -310,12 +330,12 @@ class Plan:
         if outside := [
             name for name in self.digests if name.startswith("/") or ".." in name.split("/")
         ]:
-            raise ValueError(f"{outside[0]!r} is not a file of the folder")
+            raise ValueError(f"{outside[0]!r} is not a file of the compiled folder")
         for number, (r, at) in enumerate(
             zip(self.ranks, rank_coordinates(s.degrees()), strict=True)
         ):
             if r.rank != number:
-                raise ValueError(f"rank {r.rank} stands at place {number}")
+                raise ValueError(f"rank {r.rank} is listed at index {number}")
             if any(getattr(r, axis) != place for axis, place in at.items()):
                 raise ValueError(
                     f"rank {r.rank} does not have the coordinates of DeepSpeed's topology"
@@ -325,7 +345,7 @@ class Plan:
 
 
 def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
-    """Ratios become steps and a learning rate; warmup_ratio rounds to the nearest step."""
+    """Resolve ratios to steps and learning rates; warmup_ratio rounds to the nearest step."""
     s, lr = training.scheduler, training.optimizer.lr
     warmup = round(s.warmup_ratio * steps) if s.warmup_ratio is not None else s.warmup_steps or 0
     min_lr = s.min_lr_ratio * lr if s.min_lr_ratio is not None else s.min_lr or 0.0
@@ -336,28 +356,26 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
 
 
 def zero_learning_rate_updates(training: TrainingSection) -> int:
-    """Counts the updates whose learning rate is 0: the last one, where a curve ends at min_lr 0. A
-    run that ends in its warm-up has none."""
+    """Count the updates with learning rate 0: the last one, where a curve ends at min_lr 0.
+
+    A run that ends in its warmup has none.
+    """
     steps = training.step_count_or_zero
     scheduler = resolve_scheduler(training, steps)
     falls = scheduler.name != "constant" and scheduler.min_lr == 0
     return int(falls and steps > scheduler.warmup_steps)
 
 
-# plan.json <-> Plan. Reading is strict: an unknown or missing key is an error.
+# Reading plan.json is strict: an unknown or missing key is an error.
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The text of plan.json: one-space indent, a final newline."""
+    """Return the text of plan.json: one-space indent, a final newline."""
     return json.dumps(plan_document(plan), indent=1, ensure_ascii=False) + "\n"
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """What plan.json holds, in field order. A rank's place among context ranks stands where there
-    are several, the modules of experts where ranks share them out, `kernels` where they are not
-    Hugging Face's, `transformer_engine` where ranks may take its layers, and a balance loss, frozen
-    parameters, a task beside causal-lm, islands, a noise scale and what is said of pictures where
-    there is one."""
+    """Return the content of plan.json, in field order, without optional keys at their defaults."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -402,7 +420,7 @@ def _leave_out_defaults(data: dict[str, Any]) -> None:
 
 
 def images_without_defaults(images: dict[str, Any]) -> dict[str, Any]:
-    """Without what is not said: as it was written before it could be."""
+    """Return the image section without the keys at their defaults."""
     return {
         name: value
         for name, value in images.items()
@@ -411,7 +429,7 @@ def images_without_defaults(images: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_from_json(text: str) -> Plan:
-    """Raises ValueError where the text is no plan."""
+    """Parse plan.json. Raises ValueError where the text is no plan."""
     plan = read_record(Plan, parse_json(text))
     plan.verify()
     return plan
@@ -422,7 +440,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def load_plan(folder: Path) -> Plan:
-    """Raises Refusal where `folder` is not a compiled folder of this version."""
+    """Read the plan of a compiled folder. Raises Refusal with SW6001 where there is none."""
     try:
         return read_plan(folder)
     except (OSError, ValueError) as error:

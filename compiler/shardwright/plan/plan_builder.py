@@ -1,4 +1,4 @@
-"""Stage 6: every decision, gathered into one Plan. Nothing here searches or guesses."""
+"""Assemble every decision into one Plan; nothing is searched or guessed here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from shardwright.recipe.recipe_types import (
 from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.json_values import canonical_hash
 
-# Which rank sits where, and how many bytes of parameters it holds.
+# Ranks on nodes, and the parameter bytes that each holds.
 
 
 def build_rank_map(
@@ -61,7 +61,7 @@ def build_rank_map(
     tensor_map: TensorParallelMap,
     recipe: Recipe,
 ) -> tuple[PlanRank, ...]:
-    """By the order of the axes (layout/axes.py); nodes in order."""
+    """Return the ranks in the order of the axes (layout/axes.py), nodes in order."""
     bytes_held = {
         (pipeline, tensor): _parameter_bytes(
             graph, strategy, partition, tensor_map, recipe, pipeline, tensor
@@ -86,10 +86,10 @@ def _parameter_bytes(
     pipeline: int,
     tensor: int,
 ) -> int:
-    """A tensor that is tied over two stages counts on both, but only once on one rank.
+    """Return a rank's resident parameter bytes; a tied tensor counts once on a rank.
 
-    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter; of an expert's, which
-    `expert` ranks cut before, as many ranks fewer share each part.
+    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter. An expert's parameter is
+    first sharded over `expert` ranks, so fewer ranks share each shard.
     """
     experts = expert_modules(graph) if strategy.shards_experts else {}
     shard_numel = {
@@ -119,24 +119,22 @@ def _parameter_bytes(
     return sum(resident(*each) for each in held) * element_bytes(recipe.training.precision)
 
 
-# Whether a recipe's data and its model agree on pictures.
-
-
+# Checks that the recipe's data and model agree on images.
 _PAIR_EXAMPLE = "images: {per_row: 1, max_pixels: 1048576}"
 PAIR_KINDS = ("jsonl", "parquet")
 _EXAMPLE = "images: {per_row: 4, max_pixels: 1048576}"
 
 
 def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
-    """SW1403 to SW1408."""
+    """Yield SW1403 to SW1408 where the data's images do not fit the model."""
     parts = recipe.dataset_sections()
     if not graph.task_traits.has_images:
         for key, part in parts:
             if part.images is not None:
-                what = f"a {graph.model_type!r} is trained for {graph.task}, and takes no pictures"
+                what = f"a {graph.model_type!r} is trained for {graph.task}, which takes no images"
                 help = (
-                    "Remove `images`, or write `task: image-text-to-text` for a type that "
-                    "transformers has it of."
+                    "Remove `images`, or write `task: image-text-to-text` where transformers has "
+                    "that task for the type."
                 )
                 yield found("SW1404", (*key, "images"), f"data.images: {what}", help)
         return
@@ -150,9 +148,9 @@ def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]
             yield found(
                 "SW1403",
                 key,
-                f"{what} is not for a {graph.model_type!r} that sees ({graph.task})",
-                f"Write `kind: chat` with for example `{_EXAMPLE}`; `task: causal-lm` trains on "
-                "text alone where the type has such a model.",
+                f"{what} cannot train a vision-language {graph.model_type!r} ({graph.task})",
+                f"Write `kind: chat` with, for example, `{_EXAMPLE}`, or `task: causal-lm` to "
+                "train on text alone where the type has such a model.",
             )
         elif _without_folder(part.images) != _without_folder(parts[0][1].images):
             yield _different_images_error(key)
@@ -161,8 +159,8 @@ def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]
             yield found(
                 "SW1406",
                 (*key, "tokenizer"),
-                f"the tokenizer {part.tokenizer!r} is not the one of the model's processor",
-                f"Write `tokenizer: {own}`, or leave it out.",
+                f"the tokenizer {part.tokenizer!r} differs from that of the model's processor",
+                f"Write `tokenizer: {own}`, or leave the key out.",
                 (own,),
             )
 
@@ -179,16 +177,17 @@ def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
             yield found(
                 "SW1407",
                 key,
-                f"{what} is not for a {graph.model_type!r} that learns from pairs ({graph.task})",
-                f"Write `kind: jsonl` (or parquet), `field: caption` and `{_PAIR_EXAMPLE}`: a "
-                "record has its caption under that field and its picture under `image`.",
+                f"{what} cannot train a {graph.model_type!r}, which needs pairs of an image and a "
+                f"caption ({graph.task})",
+                f"Write `kind: jsonl` (or parquet), `field: caption` and `{_PAIR_EXAMPLE}`. Each "
+                "record holds a caption under that field and an image under `image`.",
                 PAIR_KINDS,
             )
         elif part.images.per_row != 1:
             yield found(
                 "SW1408",
                 (*key, "images"),
-                f"data.images: per_row {part.images.per_row}, and a pair has one picture",
+                f"data.images: per_row is {part.images.per_row}, but a pair has one image",
                 "Write `per_row: 1`.",
                 (1,),
             )
@@ -197,28 +196,26 @@ def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
 
 
 def _without_folder(images: ImagesSection | None) -> ImagesSection | None:
-    """Parts may have their pictures in folders of their own."""
+    """Drop the folder, which may differ between the parts of a mixture."""
     return images and dataclasses.replace(images, folder=None)
 
 
 def _different_images_error(key: KeyPath) -> Diagnostic:
-    help = "Give all parts the largest of each."
     return found(
         "SW1405",
         (*key, "images"),
-        "every part of the data has the same `images`: the processor is one",
-        help,
+        "`images` differs between parts of the data, which share one processor",
+        "Give all parts the largest value of each key.",
     )
 
 
 def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:
-    """Public versions ("2.13.0", not "2.13.0+cpu"): a build's tag says nothing about what it
-    computes."""
+    """Return the public versions ("2.13.0", not "2.13.0+cpu") of the packages that compute."""
     public = {}
     for name in ("torch", *engine_packages, "transformers"):
         with suppress(
             importlib.metadata.PackageNotFoundError
-        ):  # a compile asks for it first (engines/engine_table.py)
+        ):  # a compile checks first that they are installed (engines/engine_table.py)
             public[name] = importlib.metadata.version(name).split("+")[0]
     return {"shardwright": shardwright.__version__, **public}
 
@@ -236,13 +233,13 @@ def build_plan(
     remote_code: RemoteCode | None,
     balance: PlanRouterAuxLoss | None,
 ) -> Plan:
-    """weights: where they are, None for random ones. balance: of the routers, None where there is
-    none.
+    """Build the plan, without its engine's section.
 
-    The engine's section is still to come.
+    weights: where they are; None for random ones
+    balance: the routers' balance loss; None where there is none
     """
     strategy = estimate.strategy
-    assert recipe.data is not None, "asked for before"
+    assert recipe.data is not None, "check_training_data has passed"
     training = recipe.training
     return Plan(
         version=PLAN_VERSION,
@@ -277,7 +274,7 @@ def build_plan(
 
 
 def _outer(recipe: Recipe) -> PlanDiLoCo | None:
-    """Of all islands."""
+    """Return the outer section that covers all islands."""
     outer = recipe.training.outer
     return (
         None
@@ -334,9 +331,11 @@ def _model(
 
 
 def _modules(graph: ModelGraph, layer: Layer) -> tuple[str, ...]:
-    """Paths of the modules that own the layer's parameters, in order. Of a module that owns others'
-    parameters too, or holds the decoder stack, the parameters' own paths: a piece takes no more
-    than what it uses."""
+    """Return the paths of the modules that own the layer's parameters, in order.
+
+    A parameter is listed by its own path where its module also owns parameters of other layers, or
+    holds the decoder stack.
+    """
     own = {p.name for p in layer.parameters}
     own |= {name for group in graph.tied if group[0] in own for name in group}
     names = {p.name for side in graph.layers for p in side.parameters} | {
@@ -355,7 +354,7 @@ def _modules(graph: ModelGraph, layer: Layer) -> tuple[str, ...]:
 
 
 def _owner(parameter: str) -> str:
-    """A parameter of the outermost module has "" as its owner, and is its own path."""
+    """Return the owner's path; a parameter of the outermost module is its own path."""
     return parameter.rpartition(".")[0] or parameter
 
 
@@ -422,7 +421,7 @@ def check_training_data(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, 
                 "SW1912",
                 (*key, "tokenizer"),
                 (
-                    "the byte tokenizer has 256 symbols, the model's vocabulary "
+                    "the byte tokenizer has 256 symbols, but the model's vocab_size is "
                     f"{graph.vocabulary_size}"
                 ),
                 "Give the model a vocab_size of at least 256.",

@@ -81,10 +81,12 @@ def test_what_a_stage_keeps() -> None:
     none, full, partial = (
         RankMemoryModel(layout_of({}, x)) for x in ("none", "full", PartialCheckpointing(full=12))
     )
-    ends = none.kept_bytes(0, 1)
-    some, every = full.kept_bytes(2, 3), none.kept_bytes(2, 3)
+    ends = none.saved_activation_bytes(0, 1)
+    some, every = full.saved_activation_bytes(2, 3), none.saved_activation_bytes(2, 3)
     assert 0 < some < every
-    assert partial.kept_bytes(0, LAYERS + 2) == pytest.approx(ends + 12 * some + 20 * every)
+    assert partial.saved_activation_bytes(0, LAYERS + 2) == pytest.approx(
+        ends + 12 * some + 20 * every
+    )
 
 
 def test_what_is_made_again_has_the_room_of_what_went_before() -> None:

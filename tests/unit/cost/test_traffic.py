@@ -61,10 +61,11 @@ def test_partial_checkpointing_is_between_none_and_all() -> None:
 def test_weights_that_stay_whole_take_memory() -> None:
     layout = layout_of(ZERO_3)
     assert (
-        communication_bytes.unsharded_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
+        communication_bytes.unsharded_weights(layout, layout.ranks[0]).resident
+        == 128256 * 4096 + 4096
     )
     with patch.object(communication_bytes, "LIVE_NUMEL", 100 * NUMEL):
-        assert communication_bytes.unsharded_weights(layout, layout.ranks[0]).kept == NUMEL
+        assert communication_bytes.unsharded_weights(layout, layout.ranks[0]).resident == NUMEL
 
 
 @pytest.mark.parametrize(
@@ -97,10 +98,13 @@ def test_what_one_rank_alone_moves() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_data_ranks(stage: int) -> None:
     moved = step_traffic(layout_of(dataclasses.replace(BASE, zero_stage=stage)), 0)
-    assert moved.reduced == {0: 4 * NUMEL, 1: 4 * NUMEL, 2: 4 * 2 * NUMEL, 3: 4 * 2 * NUMEL}[stage]
+    assert (
+        moved.gradient_reduce
+        == {0: 4 * NUMEL, 1: 4 * NUMEL, 2: 4 * 2 * NUMEL, 3: 4 * 2 * NUMEL}[stage]
+    )
     kept = 128256 * 4096 + 4096
     assert (
-        round(moved.gathered)
+        round(moved.parameter_all_gather)
         == {0: 0, 1: 2 * NUMEL, 2: 2 * NUMEL, 3: 4 * 2 * (2 * NUMEL - kept)}[stage]
     )
 
