@@ -79,7 +79,7 @@ def measure(key: str, layout: str, plans: dict[str, tuple[Plan, Path]]) -> dict[
     train(plan, folder, trainer, 1, SAVED)
     save_checkpoint(plan, folder, trainer, SAVED)
     found = {"run": figures(train(plan, folder, trainer, SAVED + 1, LAST), trainer)}
-    check_master_weights(trainer.owned())
+    check_master_weights(trainer.owned_shards())
     trainer.engine.destroy()
     other = RESUMED_ON[layout]
     plan, other_folder = plans[other] = plans.get(other) or compiled("", other)

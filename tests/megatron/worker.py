@@ -68,8 +68,8 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     for step in range(1, STEPS + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
         results.append(trainer.step(batches.micro_batches(step, at.data), rate))
-    check_master_weights(trainer.owned())
-    held = sum(p.resident_bytes for p in trainer.held().values())
+    check_master_weights(trainer.owned_shards())
+    held = sum(p.resident_bytes for p in trainer.parameter_shards().values())
     assert held == at.parameter_bytes, (held, at)
     half = case.precision == "bf16"
     packed = 0.0 if half else packed_apart(case, trainer, wanted, at.data)
@@ -103,7 +103,7 @@ def masters_apart(plan: Plan, trainer: Any, wanted: Any) -> float:
             f.states["fp32"],
             shards.read(f.name).reshape(-1).narrow(0, f.start, f.states["fp32"].numel()),
         )
-        for f in trainer.owned()
+        for f in trainer.owned_shards()
         if "fp32" in f.states
     )
 

@@ -45,10 +45,10 @@ PLAIN_TOTAL = CausalLoss.total
 def measure(case: Case, folder: Path) -> dict[str, float]:
     plan = compiled(case, folder)
     trainer = build_trainer(plan, folder)
-    check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
+    check_parameters(plan, dist.get_rank(), trainer.parameter_shards(), trainer.transposed)
     widest = _watch_logits()
     results = train(plan, folder, trainer, 1, STEPS)
-    check_master_weights(trainer.owned())
+    check_master_weights(trainer.owned_shards())
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     assert all(other == results for other in everyone), (

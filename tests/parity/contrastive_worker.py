@@ -35,7 +35,7 @@ def weights_of_ranks(trainer: Trainer, wanted: Reference) -> float:
     """Collective. How far the parameters that the ranks own are from one process's, keys' biases
     apart; infinite where one is owned nowhere."""
     apart, found = [0.0], set()
-    for fragment in trainer.owned():
+    for fragment in trainer.owned_shards():
         if fragment.name not in wanted.weights:
             continue  # a buffer
         found.add(fragment.name)

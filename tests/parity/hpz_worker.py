@@ -72,7 +72,7 @@ def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -
     if case.tensor > 1 or case.lora_rank or case.precision != "fp32":
         return 0.0
     wanted = reference(case, np.load(folder / "tokens.npy")).weights
-    fragments = trainer.owned()
+    fragments = trainer.owned_shards()
     return fragments_apart(fragments, trainer.transposed, wanted)
 
 

@@ -76,12 +76,12 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         train(plan, folder, trainer, 1, 2)
         assert "so this checkpoint would be wrong" in refused(plan, folder, trainer)
         return {}
-    check_master_weights(trainer.owned())
+    check_master_weights(trainer.owned_shards())
     if case.pretrained:
         return saved_as_stored(plan, folder, trainer)
     train(plan, folder, trainer, 1, 2)
-    check_master_weights(trainer.owned())
-    *_, planted = [f for f in trainer.owned() if "fp32" in f.states]
+    check_master_weights(trainer.owned_shards())
+    *_, planted = [f for f in trainer.owned_shards() if "fp32" in f.states]
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, planted.name)
     if dist.get_rank() == 1:

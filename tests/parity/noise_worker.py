@@ -93,7 +93,7 @@ def trained(
 
 def same(one: Trainer, other: Trainer) -> bool:
     """Bit for bit, the optimizer's states too."""
-    pairs = list(zip(one.owned(), other.owned(), strict=True))
+    pairs = list(zip(one.owned_shards(), other.owned_shards(), strict=True))
     return all(
         a.name == b.name and all(torch.equal(a.states[k], b.states[k]) for k in a.states)
         for a, b in pairs

@@ -51,7 +51,7 @@ def weights_of_ranks(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
     at = plan.ranks[dist.get_rank()].tensor
     apart, found = [], set()
     weights = {hf_parameter_name(name): value for name, value in wanted.weights.items()}
-    for fragment in trainer.owned():
+    for fragment in trainer.owned_shards():
         if fragment.name not in weights:
             continue  # a buffer
         value, split = weights[fragment.name], splits.get(fragment.name)

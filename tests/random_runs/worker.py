@@ -187,7 +187,7 @@ def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[st
     opened = open_megatron(plan) if case.engine == "megatron" else None
     data, rank = open_dataset(plan, out), dist.get_rank()
     trainer = engine_runtime(plan).build_trainer(plan, out, resumes=resume is not None)
-    check_parameters(plan, rank, trainer.held(), trainer.transposed)
+    check_parameters(plan, rank, trainer.parameter_shards(), trainer.transposed)
     at, batches = plan.ranks[rank].data, TrainingBatches(plan, data)
     seed_dropout(plan, rank)
     if resume is not None:

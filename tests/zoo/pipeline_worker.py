@@ -125,13 +125,13 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     dist.barrier()
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
-    check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
+    check_parameters(plan, dist.get_rank(), trainer.parameter_shards(), trainer.transposed)
     batches = TrainingBatches(plan, open_dataset(plan, folder))
     results, moments = [], []
     for k in range(1, STEPS + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
         results.append(trainer.step(batches.micro_batches(k, plan.ranks[rank].data), rate))
-        moments += first_moments(trainer.owned()) if k == 1 and shares(plan) else []
+        moments += first_moments(trainer.owned_shards()) if k == 1 and shares(plan) else []
     with CONTEXT_PARALLEL.aside():
         wanted, gradients = plain_run(plan, folder, tokens)
     off, cut, total = [], 0, 0

@@ -155,7 +155,7 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
             dist.barrier()  # after a refusal too: the others wait
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
-    check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
+    check_parameters(plan, dist.get_rank(), trainer.parameter_shards(), trainer.transposed)
     results, moments = [], []
     for k, step in enumerate(steps, 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
@@ -164,9 +164,11 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
                 [_batch(m) for m in step[plan.ranks[rank].data :: plan.strategy.data]], rate
             )
         )
-        moments += first_moments(trainer.owned()) if k == 1 else []
+        moments += first_moments(trainer.owned_shards()) if k == 1 else []
     wanted, gradients = plain_run(folder, [[m["inputs"] for m in step] for step in steps])
-    trained = [f for f in trainer.owned() if "fp32" in f.states and f.name not in wanted.unused]
+    trained = [
+        f for f in trainer.owned_shards() if "fp32" in f.states and f.name not in wanted.unused
+    ]
     gradient = [
         of_a_range(moment / (1 - BETAS[0]), start, gradients[name])
         for name, start, moment in moments

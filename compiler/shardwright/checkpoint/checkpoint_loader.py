@@ -221,7 +221,7 @@ def read_states(plan: Plan, trainer: Trainer, checkpoint: Path, names: tuple[str
     present: set[str] = set()
     splits = parameter_splits(plan)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
-        for f in trainer.owned():
+        for f in trainer.owned_shards():
             saved = reader.saved(f.name).states
             states = tuple(name for name in names if name in f.states and name in saved)
             _read_fragment(plan, trainer, reader, f, states, splits)
@@ -256,7 +256,7 @@ def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
     _fetch_missing(plan, checkpoint)
     rank, splits = dist.get_rank(), parameter_splits(plan)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
-        for f in trainer.owned():
+        for f in trainer.owned_shards():
             _read_fragment(plan, trainer, reader, f, tuple(f.states), splits)
         manifest = reader.manifest
     trainer.finish_restore(

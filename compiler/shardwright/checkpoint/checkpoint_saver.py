@@ -164,7 +164,7 @@ def save_checkpoint(
     root = checkpoint_root(plan, folder)
     name, rank = step_name(step), dist.get_rank()
     partial = root / f".{name}.partial"
-    finite = check_master_weights(trainer.owned())
+    finite = check_master_weights(trainer.owned_shards())
     origin = replace(origin, finite=origin.finite and finite)
     # A second time on hosts that do not share rank 0's file system.
     leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
@@ -380,7 +380,7 @@ def fragments_to_write(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[in
     at = plan.ranks[rank]
     splits = parameter_splits(plan)
     mine = []
-    for f in trainer.owned():
+    for f in trainer.owned_shards():
         split = splits.get(f.name)
         cut = split is not None and split.dimension is not None
         copies = split.copies if split is not None and cut else plan.strategy.tensor

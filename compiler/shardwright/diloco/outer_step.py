@@ -100,7 +100,7 @@ class MasterShard:
 
     def _fragments(self) -> tuple[list[OwnedShard], list[OwnedShard]]:
         """(those that this data rank alone has, those that others have too)."""
-        trained = [f for f in self._trainer.owned() if MASTER in f.states]
+        trained = [f for f in self._trainer.owned_shards() if MASTER in f.states]
         return [f for f in trained if f.partitioned], [f for f in trained if not f.partitioned]
 
     def _gathered(self, state: str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,8 +150,8 @@ class _TrainerWithExtraStates:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def owned(self) -> Iterator[OwnedShard]:
-        fragments = list(self._trainer.owned())
+    def owned_shards(self) -> Iterator[OwnedShard]:
+        fragments = list(self._trainer.owned_shards())
         trained = [f for f in fragments if MASTER in f.states]
         at = {True: 0, False: sum(f.states[MASTER].numel() for f in trained if f.partitioned)}
         for f in fragments:

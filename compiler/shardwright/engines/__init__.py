@@ -1,1 +1,1 @@
-"""What runs a plan. One folder an engine."""
+"""Define the engines that run a plan, one folder each."""

@@ -1,5 +1,4 @@
-"""What an engine is to the compile. A row of the table (engines/engine_table.py) is all that the
-compile knows of one: nothing here imports what it runs on."""
+"""Define Engine, all that the compile knows of an engine; nothing here imports what it runs on."""
 
 from __future__ import annotations
 
@@ -18,28 +17,32 @@ from shardwright.utils.json_values import JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """What sets the engine's steps and memory apart; the cost model reads it instead of a name.
+    """Describe an engine's steps and memory; the cost model reads these traits instead of a name.
 
     selective_recomputes_projections: "selective" recomputes the attention module's products, not
-    the S x S ones alone. fuses_accumulation: a product adds its gradient to the accumulated one
-    itself. frees_gradients_after_add: each gradient goes as it is added to the accumulated one.
-    tensor_parallel_launch_cost: what the host's launches around a tensor-parallel collective cost:
-    "hidden"; "floor": a layer takes no
-        less than they do; "added": they drain the launch queue, and show each time.
-    bidirectional_p2p: an activation and a gradient cross a boundary between stages at once.
-    saved_stage_outputs: micro-batches whose output the last stage of 1F1B keeps after their
-    backward pass, at most. bucketed_zero: ZeRO copies in and out of buckets slice by slice, and
-    reaches a share of the links' rate. bucketed_pipeline: so do a pipeline's gradients at ZeRO-1.
-    traffic: whose constants say how much of the data-parallel traffic hides behind compute
-    (cost.constants, overlap_). zero_1_overlaps: ZeRO-1 reduces gradients behind the last backward
-    pass, not after it. zero3_gathers_flat_layers: ZeRO-3 gathers a layer at once from one flat
-    buffer, without a hook at each module. balances_stages_by_matmul_flops: a pipeline's stages have
-    equal shares of the products, the head's among them, whatever the host
-        and the links add.
-    pipeline_raises_launch_cost: that cost grows with the tensor ranks where a pipeline crosses
-    nodes. fabric: of the published runs that stand behind these traits, where the recipe names
-    none. context_gathers_kv: context ranks gather keys and values, where others trade tokens for
-    heads. chunked_loss, hpz: whether it can be asked for them.
+        only the S x S ones
+    fuses_accumulation: a product adds its gradient to the accumulated one itself
+    frees_gradients_after_add: each gradient is freed once it is added to the accumulated one
+    tensor_parallel_launch_cost: the host's launches around a tensor-parallel collective; "hidden"
+        behind compute, a "floor" of the layer's time, or "added" because they drain the launch
+        queue
+    bidirectional_p2p: an activation and a gradient cross a stage boundary at once
+    saved_stage_outputs: micro-batches whose output 1F1B's last stage keeps after their backward
+        pass, at most
+    bucketed_zero: ZeRO copies in and out of buckets slice by slice, and reaches a share of the
+        links' rate
+    bucketed_pipeline: a pipeline's gradients at ZeRO-1 do, too
+    traffic: whose constants give the overlap of data-parallel traffic (cost_constants, overlap_)
+    zero_1_overlaps: ZeRO-1 reduces gradients during the last backward pass, not after it
+    zero3_gathers_flat_layers: ZeRO-3 gathers a layer from one flat buffer, without a hook at each
+        module
+    balances_stages_by_matmul_flops: stages have equal shares of the products, the head's included,
+        whatever the host and the links add
+    pipeline_raises_launch_cost: the launch cost grows with the tensor ranks where a pipeline
+        crosses nodes
+    fabric: the published runs' fabric behind these traits, where the recipe names none
+    context_gathers_kv: context ranks gather keys and values, instead of all-to-alls of heads
+    chunked_loss, hpz: the engine supports them
     """
 
     selective_recomputes_projections: bool
@@ -63,7 +66,7 @@ class EngineTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """title: as a sentence names it.
+    """Hold one row of the engine table.
 
     runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they
     import it. lowering: the module that the compile calls (Lowering), by its path. program: the
@@ -117,15 +120,19 @@ class Engine:
 
 
 class Lowering(Protocol):
-    """From a plan to the engine's files."""
+    """Turn a plan into the engine's files."""
 
     def zero_settings(self, plan: Plan) -> JsonObject:
-        """The plan's `zero`: how the engine shares out states. plan: whole but for it."""
+        """Return the plan's `zero`: how the engine shards states; the plan lacks only this."""
         ...
 
     def files(
         self, plan: Plan, config: JsonObject
     ) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-        """(path in the compiled folder -> content, warnings). config: the model's configuration.
-        Raises Refusal where the engine cannot train it."""
+        """Return the content of each file by path in the compiled folder, and warnings.
+
+        config: the model's configuration
+
+        Raises Refusal where the engine cannot train the model.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The engines, a row each: `target` in a recipe and in plan.json."""
+"""List the engines, one row each: `target` in a recipe and in plan.json."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from shardwright.recipe.recipe_types import Recipe
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
 DEFAULT_TARGET = DEEPSPEED.name
 AUTO_TARGET = "auto"
-"""Of `target`: the engine whose best plan is the better one."""
+"""Chooses the engine whose best plan is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedEngine:
-    """Whose runs `assume.kernels` asks for beside a target, and the traits of theirs that are not
-    the target's. family: see family_of."""
+    """Describe published runs that `assume.kernels` selects with a target: the traits that differ
+    from it.
+
+    family: see engine_family
+    """
 
     title: str
     family: str
@@ -46,15 +49,12 @@ class PublishedEngine:
 
 
 def engine_of(plan: Plan) -> Engine:
-    """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines
-    wrote."""
+    """Return the plan's engine. Raises Refusal with SW6001 for an engine that this version
+    lacks."""
     engine = ENGINES.get(plan.target)
     if engine is None:
         names = ", ".join(ENGINES)
-        why = (
-            f"its plan.json says target: {plan.target}, and the engines that can run here "
-            f"are {names}"
-        )
+        why = f"its plan.json has target: {plan.target}, and this version's engines are {names}"
         help = (
             "Compile the recipe again: `shardwright compile RECIPE -o DIR` keeps the folder's "
             "run and checkpoints."
@@ -64,7 +64,8 @@ def engine_of(plan: Plan) -> Engine:
 
 
 def engines_for(target: str) -> tuple[Engine, ...]:
-    """The one that a recipe names, or those that `auto` chooses from, the default first."""
+    """Return the engine that a recipe names, or those that `auto` chooses from, the default
+    first."""
     return (
         tuple(e for e in ENGINES.values() if e.automatic)
         if target == AUTO_TARGET
@@ -73,9 +74,11 @@ def engines_for(target: str) -> tuple[Engine, ...]:
 
 
 def recipe_for_engine(recipe: Recipe, engine: Engine) -> Recipe:
-    """The same recipe for this engine. Of a layout's keys that only some engines have and that
-    leave each rank its part of the model, those that stand at their default are left to the search:
-    a recipe for any engine does not speak of them."""
+    """Return the recipe for this engine.
+
+    Keys at their default, which only some engines have and which leave each rank its part of the
+    model, are left to the search: a recipe for any engine does not name them.
+    """
     free: dict[str, Any] = {
         a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)
     }
@@ -97,8 +100,7 @@ def _is_default(axis: Axis, recipe: Recipe) -> bool:
 
 
 def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
-    """SW1923 for each package that a compile for it needs and that is missing, or was not
-    tested."""
+    """Return SW1923 for each package that the engine needs and that is missing or untested."""
     from importlib import metadata
 
     from packaging.specifiers import SpecifierSet
@@ -131,8 +133,8 @@ def lowering_of(target: str) -> Lowering:
 
 
 PUBLISHED_ENGINES: dict[tuple[str, str], PublishedEngine] = {
-    # PyTorch gathers a layer from one flat buffer, and hides more of it where torch.compile leaves
-    # the host time.
+    # PyTorch gathers a layer from one flat buffer, and overlaps more of it where torch.compile
+    # leaves the host time.
     ("deepspeed", "hf"): PublishedEngine(
         title="PyTorch's FSDP",
         family="PyTorch's FSDP",
@@ -168,12 +170,16 @@ PUBLISHED_ENGINES: dict[tuple[str, str], PublishedEngine] = {
         fabric="efa",
     ),
 }
-"""(target, assume.kernels) -> what set those runs apart from the engine itself."""
+"""Maps (target, assume.kernels) to how published runs differ from the engine itself."""
 
 
 def traits_of(target: str, kernels: str, s: Layout) -> EngineTraits:
-    """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine
-    whatever `target` says: nothing that another would be there for is left."""
+    """Return the traits of the engine whose runs are estimated.
+
+    An engine's own kernels, without ZeRO on one data rank, mean that engine whatever `target` says.
+
+    kernels: as in `assume`
+    """
     alone = KERNEL_TRAFFIC[kernels].engine if s.zero_stage == 0 and s.zero_world_size == 1 else None
     return _traits(alone or target, kernels)
 
@@ -197,12 +203,12 @@ def _traits(target: str, kernels: str) -> EngineTraits:
 
 
 def engine_title(target: str, kernels: str) -> str:
-    """Of the engine whose runs are asked for."""
+    """Name the engine whose runs are estimated."""
     found = PUBLISHED_ENGINES.get((target, kernels))
     return found.title if found else ENGINES[target].title
 
 
 def engine_family(target: str, kernels: str) -> str:
-    """Engines that are predicted alike, so that runs of one say something of another."""
+    """Name the family of engines that are predicted alike, whose runs tell of one another."""
     found = PUBLISHED_ENGINES.get((target, kernels))
     return found.family if found else _ENGINE_FAMILIES.get(target, ENGINES[target].title)

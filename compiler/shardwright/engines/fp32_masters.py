@@ -1,7 +1,7 @@
-"""The fp32 masters of a new start, from the weights as they are stored.
+"""Restore the fp32 masters' full precision from the stored weights at a new start.
 
-An engine makes its masters of the parameters that it is handed, which are rounded to the type that
-the model computes with. Where the stored weights have more bits, the masters get them back.
+An engine copies its masters from parameters that are rounded to the compute dtype. Where the stored
+weights have more bits, the masters get them back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from shardwright.engines.trainer_protocol import OwnedShard
 from shardwright.parallel.weight_loader import ShardReader
 
 CHUNK_ELEMENTS = 2**24
-"""Copied at a time: what is made for it stays small beside the weights."""
+"""Limits the elements copied at a time, so that the temporary memory stays small beside the
+weights."""
 
 
 @torch.no_grad()
 def fill_fp32_masters(fragments: Iterable[OwnedShard], shards: ShardReader) -> None:
-    """Copies the stored values into every fp32 master whose live weight is their rounding.
+    """Copy the stored values into every fp32 master whose model weight is their rounding.
 
-    Where it is not (an option of `extra` that rearranges masters without telling), the master stays
-    as the engine made it, and a checkpoint is refused (SW6210).
+    Elsewhere the master stays as the engine made it, as with an option of `extra` that rearranges
+    masters; a checkpoint is then refused (SW6210).
     """
     name, shard = "", torch.empty(0)
     for f in fragments:
@@ -33,7 +34,7 @@ def fill_fp32_masters(fragments: Iterable[OwnedShard], shards: ShardReader) -> N
             or not shards.loses_bits(f.name, f.live.dtype)
         ):
             continue
-        if f.name != name:  # an engine may hold a parameter in pieces
+        if f.name != name:  # an engine may hold a parameter in several shards
             name, shard = f.name, shards.read(f.name).reshape(-1)
         stored = shard.narrow(0, f.start, master.numel())
         pieces = list(zip(master.split(CHUNK_ELEMENTS), stored.split(CHUNK_ELEMENTS), strict=True))

@@ -1,5 +1,7 @@
-"""Whose kernels run, by `assume.kernels`: what the cost model counts of each. `auto` is the model's
-own modules; the others are of published runs."""
+"""Count the memory traffic of the kernels that `assume.kernels` names.
+
+`auto` is the model's own modules; the others are those of published runs.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTraffic:
-    """Elements that the kernels which are no products read and write in a forward pass, counted in
-    their code.
+    """Count elements that memory-bound kernels read and write in a forward pass, as their code
+    does.
 
-    Per element of the hidden size: norm (LayerNorm: read, write), eager_rms_norm (RMSNorm in
-    Python: cast, square, mean, scale, cast, weight, some of it in float32), residual (two read, one
-    written), dropout (with its mask of a byte). rotary: per element of queries and keys.
-    feed_forward: per kept element of it (plain: the activation's input and output; gated: gate, up,
-    activated gate, product).
-
-    constants: how the names of their own constants end (cost/constants.json). engine: the one that
-    these are the kernels of; without ZeRO on one data rank it is what ran. vocabulary_multiple: the
-    head's width on a rank is padded to it. equal_layers_per_stage: stages hold as many decoder
-    layers each, whatever the ends hold, where that divides.
+    norm: LayerNorm, by element of the hidden size: read, write
+    eager_rms_norm: RMSNorm in Python, by element of the hidden size: cast, square, mean, scale,
+        cast, weight, partly in float32
+    residual: by element of the hidden size: two reads, one write
+    dropout: by element of the hidden size, with its one-byte mask
+    rotary: by element of queries and keys
+    feed_forward: by saved element (plain: the activation's input and output; gated: gate, up,
+        activated gate, product)
+    constants: suffix of the kernels' own constants (cost/constants.json)
+    engine: the engine of these kernels; without ZeRO on one data rank it is what ran
+    vocabulary_multiple: the head's width on a rank is padded to it
+    equal_layers_per_stage: stages hold equally many decoder layers, whatever embedding and head
+        add, where that divides
     """
 
     norm: float
@@ -45,7 +50,7 @@ KERNEL_TRAFFIC: dict[str, KernelTraffic] = {
         feed_forward=1.25,
         constants="hf",
     ),
-    # As published runs do it: no dropout (see cost.activations).
+    # Published runs have no dropout (see cost/layer_shapes.py).
     "hf": KernelTraffic(
         norm=2,
         eager_rms_norm=14,

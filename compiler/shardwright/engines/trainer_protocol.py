@@ -1,7 +1,7 @@
-"""What training asks of an engine, whichever it is; engines/engine_table.py has a row for each.
+"""Define what training needs of an engine; engines/engine_table.py has a row for each.
 
-A rank's place in the layout is the plan's (`plan.ranks`), and collectives of all ranks are
-torch.distributed's: an engine is asked for neither. Nothing heavy is imported here.
+A rank's coordinates are in the plan (`plan.ranks`), and collectives of all ranks are
+torch.distributed's. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """loss: before the update. grad_norm: before clipping; both global."""
+    """Hold the global loss before the update and the global gradient norm before clipping."""
 
     loss: float
     grad_norm: float
@@ -32,15 +32,18 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedShard:
-    """A range of one parameter's (or persistent buffer's) tensor-parallel shard, flattened, that
-    this rank has. All tensors are views: copying into them restores.
+    """Hold a range of one parameter's (or persistent buffer's) flattened tensor-parallel shard.
 
-    name: Hugging Face's. start: of states' elements in the flattened shard. states: state -> 1-D
-    view; fp32 is the master of a trained weight, value what is not trained. live: the same elements
-    of the weights that the model computes with, in their type.
+    All tensors are views: copying into them restores the state.
 
-    partitioned: other data ranks have other fragments of the same shard; else each has the same
-    whole one. copied: of a tied parameter, which an earlier stage saves.
+    name: Hugging Face's
+    shard_shape: shape of the tensor-parallel shard
+    start: first element of the states in the flattened shard
+    states: 1-D view of each state; fp32 is the master of a trained weight, value an untrained
+        parameter
+    live: the same elements of the model's weights, in the compute dtype
+    partitioned: other data ranks have other ranges of the shard; else each has the whole shard
+    copied: a copy of a tied parameter that an earlier stage saves
     """
 
     name: str
@@ -54,9 +57,12 @@ class OwnedShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShard:
-    """shape: of this rank's part, before any flattening over data ranks. resident_bytes: what is in
-    memory of it, in the type that the model computes with. is_trained: whether it gets
-    gradients."""
+    """Describe this rank's shard of a parameter.
+
+    shape: before any flattening over data ranks
+    resident_bytes: bytes in memory, in the compute dtype
+    is_trained: gets gradients
+    """
 
     shape: tuple[int, ...]
     resident_bytes: int
@@ -65,16 +71,22 @@ class ParameterShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerCounters:
-    """What an optimizer counts beside its tensors. updates: those made so far. loss_scale: fp16's,
-    by the engine's own names; None in other precisions."""
+    """Hold an optimizer's counters.
+
+    updates: number of updates so far
+    loss_scale: fp16's state, by the engine's own names; None in other precisions
+    """
 
     updates: int
     loss_scale: dict[str, float] | None
 
 
 class Trainer(Protocol):
-    """One rank's part of the model in training. engine: the engine's own object. transposed:
-    weights that are held the other way round than Hugging Face has them, by name."""
+    """Train one rank's part of the model.
+
+    engine: the engine's own object
+    transposed: names of weights that are stored transposed to Hugging Face's
+    """
 
     engine: Any
     device: torch.device
@@ -83,28 +95,30 @@ class Trainer(Protocol):
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
 
     def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
-        """(loss over all predicted tokens of every rank, their number)."""
+        """Return (loss over all predicted tokens of every rank, number of these tokens)."""
         ...
 
-    def owned(self) -> Iterator[OwnedShard]:
-        """Of every parameter, trained or not, and every persistent buffer, in an order that does
-        not change."""
+    def owned_shards(self) -> Iterator[OwnedShard]:
+        """Yield the shard of every parameter, trained or not, and every persistent buffer, in a
+        fixed order."""
         ...
 
-    def held(self) -> dict[str, ParameterShard]:
-        """By Hugging Face name."""
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return this rank's shard of each parameter, by Hugging Face name."""
         ...
 
     def counters(self) -> OptimizerCounters: ...
 
     def finish_restore(self, step: int, counters: OptimizerCounters) -> None:
-        """Collective. What `owned` gives holds a checkpoint's values by now: the model computes
-        with them from here."""
+        """Compute from the restored states on. Collective.
+
+        Call after the tensors of `owned_shards` hold a checkpoint's values.
+        """
         ...
 
 
 class NoiseScaleTrainer(Trainer, Protocol):
-    """Of an engine that measures the gradient noise scale."""
+    """Train with an engine that measures the gradient noise scale."""
 
     def counted(self) -> Iterator[nn.Parameter]:
         """Those parameters of this rank that are trained and count here: of a data rank's ranks
@@ -113,17 +127,22 @@ class NoiseScaleTrainer(Trainer, Protocol):
 
 
 class EngineRuntime(Protocol):
-    """The module of an engine that its ranks call, in this order."""
+    """Define the module of an engine that its ranks call, in this order."""
 
     def prepare_process(self, plan: Plan, *, user_training_loop: bool) -> None:
-        """Before anything of the engine is imported. user_training_loop: the process runs a user's
-        script."""
+        """Prepare the process before anything of the engine is imported.
+
+        user_training_loop: the process runs a user's script
+        """
         ...
 
     def open_groups(self, plan: Plan) -> None: ...
 
     def build_trainer(self, plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
-        """resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
+        """Build the trainer.
+
+        resumes: a checkpoint is loaded next, so no weights are read or initialized
+        """
         ...
 
     def close_groups(self) -> None: ...

@@ -1,2 +1,1 @@
-"""`shardwright lint`: rules over any ds_config.json, each shown by a test to hold for the installed
-DeepSpeed."""
+"""Check any ds_config.json with rules that tests hold against the installed DeepSpeed."""

@@ -52,7 +52,8 @@ class Document:
 
 
 def read_ds_config_text(path: str) -> str:
-    """ "-" is standard input. Raises Refusal: SW4001, SW4002, SW4003, SW4009."""
+    """Read a file, or standard input for "-". Raises Refusal with SW4001, SW4002, SW4003 or
+    SW4009."""
     name = STDIN if path == "-" else path
     try:
         data = _standard_input() if path == "-" else read_regular_file(path, MOST_BYTES)
@@ -82,7 +83,7 @@ def _standard_input() -> bytes:
 
 
 def parse_ds_config(name: str, text: str) -> Document:
-    """Raises Refusal: SW4004 to SW4007, SW4009."""
+    """Parse a ds_config. Raises Refusal with SW4004 to SW4007, or SW4009."""
     if not text.strip("\ufeff \t\r\n"):
         raise _refused(
             name, "SW4004", f"{name} is empty", 'Write at least {"train_batch_size": 8}.', text
@@ -149,7 +150,7 @@ def _node_errors(path: KeyPath, node: Node, lines: LineOffsets) -> Iterator[Diag
 
 
 def _parse(name: str, text: str, uncommented: str) -> tuple[JsonValue, bool, bool]:
-    """(value, whether it is plain JSON, whether `bare` is JSON and so has places)."""
+    """Return (value, is plain JSON, has positions)."""
     try:
         return json.loads(text, parse_constant=refuse_constant), True, True
     except ValueError:
@@ -209,7 +210,7 @@ _LAST_COMMA = re.compile(r'("(?:[^"\\\n]|\\.)*")|,(?=\s*[}\]])')
 
 
 def _blank(text: str) -> str:
-    """Comments and trailing commas become spaces: the same offsets and lines."""
+    """Replace comments and trailing commas by spaces, which keeps offsets and lines."""
 
     def spaces(match: re.Match[str]) -> str:
         return match[1] or re.sub(r"[^\r\n]", " ", match[0])

@@ -1,4 +1,4 @@
-"""Keys by themselves: unknown, misspelt, misplaced, removed, deprecated."""
+"""Check keys by themselves: unknown, misspelt, misplaced, removed, deprecated."""
 
 from __future__ import annotations
 
@@ -225,7 +225,11 @@ def section_without_enabled(ds_config: LintedDsConfig) -> Iterator[RuleViolation
 
 
 class _Unknown(NamedTuple):
-    """meant: the key of the same section that was meant, or "". home: as _home."""
+    """Hold an unknown key.
+
+    meant: the key of the same section that it probably means, or ""
+    home: as _home returns it
+    """
 
     misfit: SchemaMismatch
     meant: str
@@ -235,7 +239,7 @@ class _Unknown(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def _unknown(ds_config: LintedDsConfig) -> tuple[_Unknown, ...]:
-    """Four rules ask, of one subject after another."""
+    """Return the unknown keys of a file, which four rules use."""
     found: list[_Unknown] = []
     for misfit in ds_config.schema_mismatches:
         if (
@@ -252,7 +256,7 @@ def _unknown(ds_config: LintedDsConfig) -> tuple[_Unknown, ...]:
 def _meant(
     ds_config: LintedDsConfig, misfit: SchemaMismatch, home: KeyPath | None
 ) -> tuple[str, str]:
-    """(the key of the same section that was meant, or ""; help)."""
+    """Return (the key of the same section that was probably meant, or ""; help)."""
     known = [
         name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema
     ]
@@ -293,7 +297,7 @@ _LOSS_SCALE = frozenset(
 
 
 def _home(ds_config: LintedDsConfig, misfit: SchemaMismatch) -> KeyPath | None:
-    """Where DeepSpeed does read a key of this name: only if that is one place."""
+    """Return where DeepSpeed reads a key of this name, if there is only one such place."""
     key = str(misfit.path[-1])
     synonym = SYNONYMS.get(key)
     if synonym is not None and synonym[:-1] != misfit.path[:-1]:
@@ -327,7 +331,7 @@ _SECTIONS_WITH_COMMON_KEYS = frozenset(
 
 @functools.cache
 def _places(version: str) -> Mapping[str, Sequence[tuple[str, ...]]]:
-    """Last part of a key of DeepSpeed's -> its paths."""
+    """Map the last part of each DeepSpeed key to its paths."""
     found: dict[str, list[tuple[str, ...]]] = {}
     for path in _paths(ds_config_schema(version).schema, ()):
         found.setdefault(path[-1], []).append(path)
@@ -350,7 +354,7 @@ def _move(misfit: SchemaMismatch, home: KeyPath) -> tuple[Edit, ...]:
 
 
 def _deprecated(ds_config: LintedDsConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(path, the key that replaces it) of each deprecated key that is given."""
+    """Yield (path, replacement) of each deprecated key in the file."""
     for parent in ((), ("zero_optimization",)):
         for key in ds_config.section(*parent):
             schema = _siblings(ds_config, (*parent, key)).get(key, {})
@@ -364,7 +368,7 @@ def _siblings(ds_config: LintedDsConfig, path: tuple[str, ...]) -> Mapping[str, 
 
 
 def _official(ds_config: LintedDsConfig, path: tuple[str, ...], new: str) -> str:
-    """The name that the documentation has: `gather_...` is `stage3_gather_...` in a file."""
+    """Return the documented name: `gather_...` is `stage3_gather_...` in a file."""
     return str(_siblings(ds_config, path).get(new, {}).get("same_as", new))
 
 

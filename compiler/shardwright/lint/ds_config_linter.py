@@ -1,4 +1,4 @@
-"""A document -> what is wrong with it, in the order of the file."""
+"""Lint a document: return its faults in the order of the file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ RULES: dict[str, LintRule] = {
 def linted_ds_config(
     document: Document, audience: Audience | None = None, world_size: int | None = None
 ) -> LintedDsConfig:
-    """audience None: the Trainer's where the file holds an "auto" that the Trainer fills in."""
+    """Prepare a document; audience None: the Trainer's where the file has an "auto" for it to
+    fill in."""
     known = ds_config_schema()
     found = schema_mismatches(document.config, known)
     guessed: Audience = "deepspeed"
@@ -58,7 +59,7 @@ def linted_ds_config(
 
 
 def lint(document: Document, ds_config: LintedDsConfig) -> tuple[LintFinding, ...]:
-    """By place in the file; at one place errors first."""
+    """Return the findings by position in the file, errors first."""
     found = [finding for rule in RULES.values() for finding in rule.check(ds_config)]
     return tuple(sorted(found, key=lambda f: _order(document, f)))
 
@@ -75,7 +76,7 @@ def diagnostic(document: Document, found: LintFinding) -> Diagnostic:
 
 
 def _location(document: Document, found: LintFinding) -> Location:
-    """That of the key or value; of the nearest section that the file has; of its first line."""
+    """Return the position of the key or value, of its nearest section, or of the first line."""
     tables = (document.source.key_locations, document.source.locations)
     for table in tables if found.at == "key" else reversed(tables):
         if found.key and found.key in table:
@@ -111,8 +112,10 @@ MOST_FIXES = 200
 def fixed(
     document: Document, audience: Audience | None, world_size: int | None
 ) -> tuple[Document, tuple[LintFinding, ...]]:
-    """The document with every fix applied, and what was mended. Hjson without quotes has no places
-    and stays."""
+    """Return the document with every fix applied, and the findings that were fixed.
+
+    Hjson without quotes has no positions and stays unchanged.
+    """
     applied_fixes: list[LintFinding] = []
     while len(applied_fixes) < MOST_FIXES:
         findings = lint(document, linted_ds_config(document, audience, world_size))
@@ -127,7 +130,7 @@ def fixed(
 
 
 def _apply(document: Document, found: LintFinding) -> tuple[Document, LintFinding] | None:
-    """None where the text has no place for an edit."""
+    """Apply one fix; None where the text has no position for it."""
     current = document
     for edit in found.fix:
         text = _edit(current, edit)
@@ -153,7 +156,7 @@ def _edit(document: Document, edit: Edit) -> str | None:
 
 
 def _add(document: Document, path: KeyPath, value: str) -> str | None:
-    """As the section's first key, on a line of its own where the first one is."""
+    """Add a section's first key, on a line of its own where the first key has one."""
     section = document.values.get(path[:-1])
     if section is None or document.uncommented[section[0]] != "{":
         return None
@@ -168,7 +171,7 @@ def _add(document: Document, path: KeyPath, value: str) -> str | None:
 
 
 def _remove(document: Document, path: KeyPath) -> str:
-    """The entry with one comma, and its line where nothing else stands on it."""
+    """Remove an entry with one comma, and its line where nothing else is on it."""
     text, uncommented = document.text, document.uncommented
     start, end = document.keys[path][0], document.values[path][1]
     following = re.compile(r"\s*,").match(uncommented, end)

@@ -45,8 +45,12 @@ AUTOEP = "expert_parallel"
 def lint_for_model(
     ds_config: LintedDsConfig, model: str, sequence_length: int | None
 ) -> tuple[LintFinding, ...]:
-    """SW4612 to SW4614. sequence_length: tokens of a row, None where it was not given. Raises
-    Refusal: SW20xx where the model's configuration cannot be had."""
+    """Yield SW4612 to SW4614.
+
+    sequence_length: tokens of a sequence; None where it was not given
+
+    Raises Refusal with SW20xx where the model's configuration is not available.
+    """
     ranks = ds_config.integer(SEQUENCE) or 1
     wants_experts = ds_config.is_on(AUTOEP, "enabled")
     if ranks == 1 and not wants_experts:
@@ -131,8 +135,8 @@ def _window(config: JsonObject, ranks: int, sequence_length: int | None) -> Iter
 
 
 def window(config: JsonObject) -> int | None:
-    """How many tokens a layer with a window, or in chunks, sees; None where every layer sees
-    all."""
+    """Return how many tokens a layer with a sliding window or chunks attends to; None where all
+    do."""
     text = _text(config)
     kinds = text.get("layer_types")
     for key, kind in (
@@ -173,7 +177,7 @@ def _heads(config: JsonObject, ranks: int) -> Iterator[LintFinding]:
 
 
 def _text(config: JsonObject) -> JsonObject:
-    """The part about text, as get_text_config gives it to the wrapper."""
+    """Return the text part of a configuration, as get_text_config does."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
@@ -202,8 +206,10 @@ CHECKPOINTING_CHOICES: tuple[Checkpointing, ...] = ("full", "none")
 def memory(
     ds_config: LintedDsConfig, model: str, gpu: str | None, sequence_length: int | None
 ) -> tuple[tuple[LintFinding, ...], tuple[str, ...]]:
-    """(SW4801 where it does not fit, lines to print). Raises Refusal: SW2xxx the model, SW3001 the
-    GPU."""
+    """Return (SW4801 where the model does not fit, lines to print).
+
+    Raises Refusal with SW2xxx for the model, or SW3001 for the GPU.
+    """
     why = _unknown(ds_config)
     if why:
         return (), (f"memory   not predicted: {why}",)
@@ -255,7 +261,7 @@ def memory(
 
 
 def _unknown(ds_config: LintedDsConfig) -> str:
-    """What the file leaves open, "" where nothing is."""
+    """Return what the file leaves open; "" where it is complete."""
     if ds_config.has_pipeline:
         return "the pipeline's degree is not in the file"
     if any(
@@ -285,7 +291,7 @@ def _world(ds_config: LintedDsConfig) -> int | None:
 
 
 def _strategy(ds_config: LintedDsConfig) -> Layout:
-    """What is filled in later counts as micro-batch 1 without accumulation: the least memory."""
+    """Return the layout; a value filled in later counts as micro-batch 1 without accumulation."""
     world = _world(ds_config) or 1
     tensor = max(1, ds_config.integer("tensor_parallel", "autotp_size") or 1)
     train, micro, steps = (
@@ -321,7 +327,7 @@ def _strategy(ds_config: LintedDsConfig) -> Layout:
 def _recipe(
     ds_config: LintedDsConfig, strategy: Layout, model: str, gpu: str, length: int
 ) -> Recipe:
-    """The recipe that stands for the file: what the cost model reads."""
+    """Return a recipe equal to the file, for the cost model."""
     world = strategy.world_size
     per_node = 8 if world % 8 == 0 else world if world <= 1024 else 1
     source = os.path.abspath(model) if os.path.isdir(model) else match_catalog_id(model) or model

@@ -1,4 +1,4 @@
-"""Pipelines, tensor parallelism, activation checkpointing, and the sections beside them."""
+"""Check pipelines, tensor parallelism, activation checkpointing and related sections."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def unmanaged_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]
     help="Remove one of the two. `shardwright compile` makes groups of its own, which run both.",
 )
 def hpz_with_tensor_parallel(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
-    """The groups are consecutive ranks, as tensor-parallel ones are."""
+    """Check hpZ with tensor parallelism: both groups are consecutive ranks."""
     size, tensor = ds_config.integer(ZERO, HPZ) or 1, _tensor_ranks(ds_config)
     if ds_config.stage == 3 and size > 1 and tensor > 1:
         yield RuleViolation(

@@ -1,4 +1,4 @@
-"""fp16, bf16, data_types: what trains in which precision."""
+"""Check precision, batch sizes, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shardwright.utils.json_values import JsonObject
 
 
 def precision(ds_config: LintedDsConfig) -> str | None:
-    """fp16, bf16 or fp32; None where it is filled in later. bf16 counts before its old name."""
+    """Return fp16, bf16 or fp32, or None where it is filled in later; bf16 precedes its old
+    name."""
     bf16 = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
     if "auto" in (ds_config.get("fp16", "enabled"), ds_config.get(bf16, "enabled")):
         return None
@@ -23,7 +24,7 @@ def precision(ds_config: LintedDsConfig) -> str | None:
 
 
 def dtype(ds_config: LintedDsConfig, key: str) -> str:
-    """The precision that a key of data_types names; "" where it is not given or is none."""
+    """Return the precision that a key of data_types names; "" where there is none."""
     name = ds_config.get("data_types", key)
     return "int8" if name in ("int8", "torch.int8") else format_spelled(name) or ""
 
@@ -115,7 +116,7 @@ def static_loss_scale_ignores_keys(ds_config: LintedDsConfig) -> Iterator[RuleVi
 
 @rule("SW4307")
 def loss_scale_limits(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
-    """fp16's own validators, which no field declares."""
+    """Check what fp16's own validators check, which no field declares."""
     dynamic = ds_config.is_on("fp16", "enabled") and not ds_config.number("fp16", "loss_scale")
     limits = [
         ("loss_scale", 0.0, True),
@@ -307,7 +308,7 @@ def mesh_size_mismatch(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         )
 
 
-# optimizer and scheduler: sections that DeepSpeed hands to constructors as they are.
+# Optimizer and scheduler: sections that DeepSpeed passes to constructors unchanged.
 
 
 MIN_NOTICEABLE_WEIGHT_DECAY = 1e-3
@@ -497,8 +498,8 @@ def missing_schedule_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolat
 
 @rule("SW4512")
 def warmup_steps(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
-    """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the
-    Trainer."""
+    """Check for a whole float, which DeepSpeed's Hjson reads as an integer and the Trainer does
+    not."""
     path = ("scheduler", "params", "warmup_num_steps")
     value, entry = ds_config.get(*path), scheduler(ds_config)
     if (

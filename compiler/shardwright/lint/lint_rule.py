@@ -1,4 +1,4 @@
-"""What a rule sees, and what it says."""
+"""Define lint rules, their input and their findings."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ class Edit:
 
 
 class RuleViolation(NamedTuple):
-    """What a rule's function yields. help, severity: "" for the rule's own. fix: edits that mend
-    it; () where a person has to decide."""
+    """Hold what a rule's function yields.
+
+    help, severity: "" for the rule's own
+    fix: edits that repair the fault; () where a person must decide
+    """
 
     key: KeyPath
     message: str
@@ -43,7 +46,7 @@ class RuleViolation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintFinding:
-    """A fault under its rule's code. at: whether the key or its value is to be shown."""
+    """Hold a fault with its rule's code; at: whether its key or its value is shown."""
 
     code: str
     key: KeyPath
@@ -56,7 +59,12 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LintedDsConfig:
-    """declared: `--for` was given. world_size: ranks, or None. is_json: no Hjson in the file."""
+    """Hold the file that rules check.
+
+    declared: `--for` was given
+    world_size: ranks, or None
+    is_json: plain JSON, without Hjson
+    """
 
     config: JsonObject
     schema_mismatches: tuple[SchemaMismatch, ...]
@@ -67,7 +75,7 @@ class LintedDsConfig:
     is_plain_json: bool
 
     def get(self, *path: str) -> JsonValue:
-        """None where there is nothing."""
+        """Return the value at a path; None where there is none."""
         value: JsonValue = self.config
         for part in path:
             if not isinstance(value, Mapping):
@@ -79,7 +87,7 @@ class LintedDsConfig:
         return path[-1] in self.section(*path[:-1])
 
     def section(self, *path: str) -> JsonObject:
-        """{} where there is none."""
+        """Return the section at a path; {} where there is none."""
         value = self.get(*path)
         return value if isinstance(value, Mapping) else {}
 
@@ -96,12 +104,13 @@ class LintedDsConfig:
         )
 
     def text(self, *path: str) -> str:
-        """ "" where it is none; small letters, for DeepSpeed compares most texts so."""
+        """Return the text in lower case, as DeepSpeed compares most texts; "" where there is
+        none."""
         value = self.get(*path)
         return value.lower() if isinstance(value, str) else ""
 
     def is_on(self, *path: str) -> bool:
-        """True as DeepSpeed's models read it."""
+        """Return whether the value is true for DeepSpeed's models."""
         value = self.get(*path)
         if isinstance(value, str):
             return value.lower() in TRUE_WORDS
@@ -109,7 +118,7 @@ class LintedDsConfig:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; None where it is filled in later (auto) or is none."""
+        """Return the ZeRO stage; None where it is filled in later (auto) or is missing."""
         zero = self.get("zero_optimization")
         if isinstance(zero, bool):
             return int(zero)
@@ -120,11 +129,11 @@ class LintedDsConfig:
 
     @property
     def has_pipeline(self) -> bool:
-        """A `pipeline` section: only a PipelineModule reads it."""
+        """Return whether there is a `pipeline` section, which only a PipelineModule reads."""
         return isinstance(self.get("pipeline"), Mapping)
 
     def offload(self, what: Literal["offload_optimizer", "offload_param"]) -> str:
-        """The device, "none" where nothing is offloaded."""
+        """Return the offload device, or "none"."""
         if what == "offload_optimizer" and self.get("zero_optimization", "cpu_offload") is True:
             return "cpu"
         return self.text("zero_optimization", what, "device") or "none"
@@ -158,19 +167,19 @@ class LintRule:
 def rule(
     code: str, severity: Severity = "error", at: Literal["key", "value"] = "value", help: str = ""
 ) -> Callable[[RuleFunction], LintRule]:
-    """help: of faults that bring none of their own."""
+    """Register a rule; help: for faults without help of their own."""
     return lambda violations: LintRule(
         code=code, severity=severity, at=at, help=help, violations=violations
     )
 
 
 def dotted(path: KeyPath) -> str:
-    """("a", 0, "b") -> a[0].b"""
+    """Format a path: ("a", 0, "b") -> a[0].b."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 def json_snippet(value: JsonValue) -> str:
-    """A value as JSON, cut short."""
+    """Return a value as shortened JSON."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

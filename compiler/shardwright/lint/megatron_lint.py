@@ -33,8 +33,12 @@ _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """values: how many an option takes: a number, "+" or "*". kind: int, float or text. choices: ()
-    where any does."""
+    """Describe an option.
+
+    values: how many it takes: a number, "+" or "*"
+    kind: int, float or text
+    choices: () where any value is allowed
+    """
 
     values: int | str
     kind: str
@@ -43,7 +47,7 @@ class OptionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOption:
-    """values: with None for one that a variable of elsewhere stands for."""
+    """Hold an option; its values are None where an unknown variable stands for them."""
 
     name: str
     values: tuple[str | None, ...]
@@ -52,18 +56,23 @@ class MegatronOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """given: in the order of the file. source: the text to show."""
+    """Hold the options of a file.
+
+    given: in the order of the file
+    source: the text to show
+    """
 
     given: tuple[MegatronOption, ...]
     source: Source
     world_size: int | None
 
     def last(self, name: str) -> MegatronOption | None:
-        """argparse takes the last of several."""
+        """Return the last option of this name, as argparse does."""
         return next((g for g in reversed(self.given) if g.name == name), None)
 
     def integer(self, name: str, default: int | None = None) -> int | None:
-        """default: where it is not given. None: not known."""
+        """Return an option's integer, or `default` where it is not given; None where it is
+        unknown."""
         found = self.last(name)
         if found is None:
             return default
@@ -76,7 +85,10 @@ class Arguments:
 
 @functools.cache
 def options() -> Mapping[str, OptionSpec]:
-    """Those of Megatron-LM core_v0.19.0's parser (tools/generate/megatron_argument_parser.py)."""
+    """Return the options of Megatron-LM core_v0.19.0's parser.
+
+    tools/generate/megatron_argument_parser.py writes them.
+    """
     text = resources.files("shardwright.lint").joinpath("megatron_options.json").read_text("utf-8")
     return {
         name: OptionSpec(values=values, kind=kind, choices=tuple(map(str, choices)))
@@ -111,8 +123,8 @@ def read_arguments(name: str, text: str, world_size: int | None) -> Arguments:
 
 
 def _words(text: str) -> Iterator[tuple[Span, str | None]]:
-    """Those that can be options of the script: of a line that starts a program, what stands behind
-    its .py file."""
+    """Yield words that can be options of the script: those after the .py file of a line with a
+    program."""
     variables: dict[str, str] = {}
     offset, continued, skips = 0, False, False
     for line in text.splitlines(keepends=True):
@@ -148,7 +160,7 @@ def _starts_program(line: str, first: str) -> bool:
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str | None:
-    """None where a part of it is not known."""
+    """Expand variables; None where one is unknown."""
     known = True
 
     def value(m: re.Match[str]) -> str:
@@ -231,7 +243,7 @@ def _is(kind: str, value: str) -> bool:
 
 
 def ranks_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
-    """arguments.py:430."""
+    """Check arguments.py:430."""
     ranks = _product(a.integer(name, 1) for name in (TENSOR, PIPELINE, CONTEXT))
     if a.world_size is None or not ranks or a.world_size % ranks == 0:
         return
@@ -245,7 +257,7 @@ def ranks_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def batch_does_not_divide(a: Arguments) -> Iterator[Diagnostic]:
-    """megatron/core/num_microbatches_calculator.py, ConstantNumMicroBatchesCalculator."""
+    """Check megatron/core/num_microbatches_calculator.py, ConstantNumMicroBatchesCalculator."""
     batch, micro, data = a.integer(GLOBAL), a.integer(MICRO), _data(a)
     if not batch or not micro or data is None or batch % (micro * data) == 0:
         return
@@ -254,7 +266,7 @@ def batch_does_not_divide(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def layers_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
-    """arguments.py:963."""
+    """Check arguments.py:963."""
     layers, pipeline = a.integer(LAYERS), a.integer(PIPELINE, 1)
     if not layers or not pipeline or layers % pipeline == 0 or any(map(a.has, (LAYOUT, *_UNEVEN))):
         return
@@ -264,8 +276,8 @@ def layers_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def layers_of_a_virtual_stage(a: Arguments) -> Iterator[Diagnostic]:
-    """The parser divides by the pipeline alone; transformer_block.py:169 asserts once the rank
-    builds its layers."""
+    """Check what the parser misses and transformer_block.py:169 asserts once the rank builds its
+    layers."""
     layers, pipeline, virtual = a.integer(LAYERS), a.integer(PIPELINE, 1), a.integer(VIRTUAL)
     if (
         not layers
@@ -287,8 +299,8 @@ def layers_of_a_virtual_stage(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def micro_batches_of_a_group(a: Arguments) -> Iterator[Diagnostic]:
-    """schedules.py:1145, at the first step: the interleaved schedule takes micro-batches in groups
-    of as many as pipeline ranks."""
+    """Check schedules.py:1145: the interleaved schedule groups as many micro-batches as pipeline
+    ranks."""
     batch, micro, pipeline, data = (
         a.integer(GLOBAL),
         a.integer(MICRO),
@@ -321,8 +333,7 @@ def micro_batches_of_a_group(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def experts_over_the_world(a: Arguments) -> Iterator[Diagnostic]:
-    """parallel_state.py:882, once the process groups are made: experts are cut out of all ranks of
-    a pipeline stage."""
+    """Check parallel_state.py:882: expert ranks are taken from all ranks of a pipeline stage."""
     expert, tensor, pipeline = a.integer(EXPERT, 1), a.integer(TENSOR, 1), a.integer(PIPELINE, 1)
     ranks = _product((expert, a.integer(EXPERT_TENSOR, tensor), pipeline))
     if a.world_size is None or expert == 1 or not ranks or a.world_size % ranks == 0:
@@ -335,7 +346,8 @@ def experts_over_the_world(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def experts_without_sequence(a: Arguments) -> Iterator[Diagnostic]:
-    """megatron/core/transformer/moe/moe_layer.py:629, in the first forward pass of training."""
+    """Check megatron/core/transformer/moe/moe_layer.py:629, which fails in the first forward
+    pass."""
     tensor = a.integer(TENSOR, 1)
     if not tensor or tensor == 1 or not a.has(EXPERTS) or a.has("--sequence-parallel"):
         return
@@ -357,7 +369,7 @@ RULES: dict[str, Check] = {
 
 
 def lint_arguments(a: Arguments) -> tuple[Diagnostic, ...]:
-    """By place in the file."""
+    """Return the findings by position in the file."""
     if not a.given:
         first = Location(file=a.source.file, line=1, column=1)
         help = "Options stand as `--name value`; those before a .py file are the launcher's."
@@ -372,7 +384,7 @@ def _order(told: Diagnostic) -> tuple[int, int, str]:
 
 
 def _product(numbers: Iterator[int | None] | tuple[int | None, ...]) -> int | None:
-    """None where one is not known."""
+    """Return the product; None where a factor is unknown."""
     known = list(numbers)
     return None if None in known else math.prod(n for n in known if n is not None)
 
@@ -383,7 +395,7 @@ def _data(a: Arguments) -> int | None:
 
 
 def _virtual(a: Arguments) -> int | None:
-    """Stages of a pipeline rank; None where that is not known."""
+    """Return the stages of a pipeline rank; None where they are unknown."""
     layers, pipeline, each = a.integer(LAYERS), a.integer(PIPELINE, 1), a.integer(PER_VIRTUAL)
     layout = a.last(LAYOUT)
     if a.has(VIRTUAL):
@@ -405,7 +417,7 @@ def _stages(text: str, pipeline: int) -> int:
 
 
 def _place(a: Arguments, *names: str) -> Location:
-    """Of the first option of these that the file has."""
+    """Return the position of the first of these options in the file."""
     given: MegatronOption | None = next(
         (g for name in names if (g := a.last(name)) is not None), None
     )

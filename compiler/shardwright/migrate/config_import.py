@@ -1,4 +1,4 @@
-"""The whole conversion: file and command -> Draft."""
+"""Convert a DeepSpeed file and its launch command into a recipe draft."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNUSABLE_KEY_CODES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedRecipe:
-    """name: of the recipe. document: None where there is no file of DeepSpeed's."""
+    """Hold an imported recipe; document: None without a ds_config file."""
 
     draft: RecipeDraft
     name: str
@@ -46,8 +46,14 @@ class ImportedRecipe:
 def convert_config(
     path: str | None, launch: str | None, model: str | None, folder: str
 ) -> ImportedRecipe:
-    """path: ds_config, "-" for standard input, None where the launch names it or there is none.
-    folder: absolute, of the recipe. Raises Refusal: SW1451, SW1452, SW4001 to SW4009."""
+    """Convert a configuration.
+
+    path: ds_config, "-" for standard input; None where the launch command names it, or there is
+        none
+    folder: absolute, of the recipe
+
+    Raises Refusal with SW1451, SW1452, or SW4001 to SW4009.
+    """
     command = LaunchCommand() if launch is None else read_command(launch)
     written = command.option("config_file")
     if written is not None:
@@ -117,7 +123,7 @@ def _fill_draft(s: ImportSources, model: str | None, folder: str) -> None:
 def without_faulty_keys(
     section: JsonObject, lint_messages: Mapping[str, str], path: tuple[str, ...]
 ) -> dict[str, JsonValue]:
-    """Without the keys that lint finds wrong."""
+    """Return the configuration without the keys that lint finds wrong."""
     found: dict[str, JsonValue] = {}
     for key, value in section.items():
         if ".".join((*path, key)) not in lint_messages:

@@ -1,5 +1,7 @@
-"""What of ds_config says how the engine runs: precision, ZeRO, offload, recomputation, monitors,
-buffers. And of every key that a recipe does not have, why."""
+"""Convert ds_config's engine keys: precision, ZeRO, offload, checkpointing, monitors, buffers.
+
+Keys without a recipe key get a comment with the reason.
+"""
 
 from __future__ import annotations
 
@@ -259,7 +261,10 @@ def monitors(s: ImportSources) -> None:
 
 
 def convert_extra_keys(s: ImportSources, refused: Mapping[str, str]) -> None:
-    """`extra`, and the comments for the rest. refused: key -> what lint finds wrong with it."""
+    """Convert `extra`, and comment on the rest.
+
+    refused: what lint finds wrong, by key
+    """
     extra: dict[str, JsonValue] = {}
     zero_stage = s.draft.values.get(ZERO_STAGE)
     for path, value in leaf_keys(s.config, ()):
@@ -307,7 +312,7 @@ def leaf_keys(
 
 
 def documented_key(path: tuple[str, ...]) -> tuple[str, ...]:
-    """With the documented name of a key that has two."""
+    """Return the documented name of a key that has two."""
     if path[0] != ZERO or len(path) < 2:
         return path
     known = properties(properties(ds_config_schema().schema)[ZERO]).get(path[1], {})
@@ -330,7 +335,7 @@ def reason(path: tuple[str, ...]) -> str:
 
 
 def integral_if_exact(value: JsonValue) -> JsonValue:
-    """5e8 is an integer to DeepSpeed."""
+    """Return 5e8 as an integer, as DeepSpeed reads it."""
     return (
         int(value)
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53

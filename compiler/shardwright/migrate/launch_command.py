@@ -83,14 +83,14 @@ class LaunchCommand:
     rest: tuple[str, ...] = ()
 
     def option(self, *names: str) -> tuple[str, str] | None:
-        """(as it is written, value) of the first that is given."""
+        """Return (as written, value) of the first of these options that is given."""
         return next(
             ((f"--{name}", self.options[name]) for name in names if name in self.options), None
         )
 
 
 def read_command(text: str) -> LaunchCommand:
-    """Raises Refusal (SW1451)."""
+    """Parse a launch command. Raises Refusal with SW1451."""
     try:
         words = shlex.split(re.sub(r"\\\r?\n", " ", text))
     except ValueError as error:
@@ -133,7 +133,7 @@ def _launcher(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _options(words: list[str], launcher: str) -> tuple[dict[str, str], list[str]]:
-    """Those before the script, and the words from the script on."""
+    """Split the options before the script from the words that start with it."""
     found: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
@@ -167,7 +167,8 @@ def _script_words(words: list[str]) -> tuple[dict[str, tuple[str, ...]], tuple[s
 
 
 def hostfile_slots(text: str) -> Iterator[tuple[str, int]]:
-    """(name, slots) of a hostfile; what is no such line is left out, and `check` will say so."""
+    """Yield (name, slots) of a hostfile; lines of another form are skipped, and `check` reports
+    them."""
     for line in text.splitlines():
         found = re.fullmatch(r"\s*([^\s#]+)\s+slots=(\d{1,6})\s*(#.*)?", line)
         if found:
@@ -175,7 +176,7 @@ def hostfile_slots(text: str) -> Iterator[tuple[str, int]]:
 
 
 def parse_include_filter(filter_text: str) -> dict[str, tuple[int, ...] | None]:
-    """DeepSpeed's `worker-0:0,1@worker-1`: host -> its slots, None for all of them."""
+    """Parse DeepSpeed's `worker-0:0,1@worker-1` to slots by host; None means all."""
     found: dict[str, tuple[int, ...] | None] = {}
     for part in filter(None, filter_text.split("@")):
         host, colon, slots = part.partition(":")
@@ -200,7 +201,7 @@ SECTION = "deepspeed_config"
 
 
 def read_accelerate_config(path: str) -> dict[str, str]:
-    """Option -> value, those of the DeepSpeed section among them. Raises Refusal (SW1452)."""
+    """Read Accelerate's options, its DeepSpeed section included. Raises Refusal with SW1452."""
     try:
         text = read_regular_text_file(path, MAX_RECIPE_BYTES)
     except (OSError, ValueError) as error:
@@ -236,8 +237,8 @@ def _text(value: JsonValue) -> str:
 
 
 def resolve_config_path(path: str, name: str) -> str:
-    """A file that the configuration names: relative to the working folder, as Accelerate reads it,
-    else to its own."""
+    """Resolve a path in a configuration against the working folder, as Accelerate does, else its
+    own."""
     own = os.path.join(os.path.dirname(path), name)
     return name if os.path.isfile(name) or not os.path.isfile(own) else own
 

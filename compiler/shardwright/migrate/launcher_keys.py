@@ -1,4 +1,4 @@
-"""The launcher's options -> the recipe's cluster and launch sections."""
+"""Convert the launcher's options to the recipe's cluster and launch sections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _HOSTFILE = ("hostfile", "deepspeed_hostfile")
 
 
 def cluster(s: ImportSources, folder: str) -> None:
-    """folder: absolute, of the recipe to be, which relative paths start from."""
+    """Convert the cluster.
+
+    folder: absolute, of the recipe; relative paths start there
+    """
     _size(s)
     for key, count, what in (
         ("nodes", s.nodes, "the number of machines"),
@@ -69,8 +72,8 @@ def cluster(s: ImportSources, folder: str) -> None:
 
 
 def _size(s: ImportSources) -> None:
-    """Nodes and GPUs a node, by the first that says so: include, hostfile, counts of the
-    launchers."""
+    """Find the nodes and GPUs a node, from include, then the hostfile, then the launcher's
+    counts."""
     _size_of_hosts(s)
     _size_of_counts(s)
     visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,4 +1,4 @@
-"""The recipe in the making: its values, where each comes from, and what had to stay behind."""
+"""Build a recipe draft: its values, their sources, and what could not be converted."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ class RecipeDraft:
     left: dict[str, str] = field(default_factory=dict)
 
     def put(self, key: str, value: JsonValue, origin: str = "", *sources: str) -> None:
-        """origin: words for the comment. sources: keys and words that this settles; the origin
-        where none is given."""
+        """Set a recipe key.
+
+        origin: words for the comment
+        sources: keys and words that this converts; the origin where none is given
+        """
         self.values[key] = value
         if origin:
             self.origins[key] = origin
@@ -67,11 +70,11 @@ class RecipeDraft:
         ]
 
     def sections(self) -> list[str]:
-        """Those with a comment."""
+        """Return the sections with a comment."""
         return list(dict.fromkeys([*self.notes, *(section for section, _ in self.behind)]))
 
     def leave(self, section: str, source: str, value: JsonValue, why: str) -> None:
-        """`source` stays behind; its comment stands in `section`."""
+        """Record that `source` is not converted; its comment is put into `section`."""
         if source not in self.carried and source not in self.left:
             self.left[source] = why
             self.behind.setdefault((section, why), []).append(redacted(source, value))
@@ -82,7 +85,7 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(source: str, value: JsonValue) -> str:
-    """`key: value` or `--word value`, cut short; the value of a secret never."""
+    """Format `key: value` or `--word value`, shortened, and without the value of a secret."""
     joint = " " if source.startswith("-") else "=" if source.isupper() else ": "
     if is_secret(source):
         return f"{escape_control_characters(source)}{joint}..."
@@ -119,7 +122,7 @@ class ImportSources:
     used: set[str] = field(default_factory=set)
 
     def get(self, dotted: str) -> JsonValue:
-        """Of ds_config; None where there is nothing or "auto"."""
+        """Return a value of ds_config; None where it is missing or "auto"."""
         value: JsonValue = self.config
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -130,7 +133,7 @@ class ImportSources:
         return last in (self.section(parent) if parent else self.config)
 
     def there(self, dotted: str) -> tuple[str, ...]:
-        """The key itself where the file has it, "auto" as well."""
+        """Return the key itself where the file has it, also with "auto"."""
         return (dotted,) if dotted and self.has(dotted) else ()
 
     def section(self, dotted: str) -> JsonObject:
@@ -144,7 +147,7 @@ class ImportSources:
         return as_integer(self.get(dotted))
 
     def word(self, read: Callable[[JsonValue], T | None], *names: str) -> tuple[str, T] | None:
-        """(as typed, value) of the first of these words or launcher's options whose value can be
+        """Return (as typed, value) of the first of these words or launcher options that can be
         read."""
         for name in names:
             for table in (
@@ -167,8 +170,8 @@ class ImportSources:
         dotted: str = "",
         default: T | None = None,
     ) -> T | None:
-        """Puts `key` into the draft from the file's `dotted`, else from the words, else from the
-        Trainer's default."""
+        """Set `key` from the file's `dotted`, else from the words, else from the Trainer's
+        default."""
         given = read(self.get(dotted)) if dotted else None
         typed = self.word(read, *words)
         if given is not None:
@@ -186,7 +189,7 @@ class ImportSources:
         return None
 
     def unanswered(self, key: str, dotted: str, what: str) -> None:
-        """A value that the recipe needs and that nothing here says."""
+        """Record a value that the recipe needs and no source gives."""
         if dotted and self.has(dotted):
             self.draft.take(dotted, key)
             what = (
@@ -321,7 +324,7 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def flow(value: JsonValue) -> str:
-    """On one line; JSON's form of a text is YAML's too."""
+    """Format a value on one line; JSON's form of a text is valid YAML."""
     if isinstance(value, Mapping):
         return (
             "{" + ", ".join(f"{scalar(key)}: {flow(below)}" for key, below in value.items()) + "}"

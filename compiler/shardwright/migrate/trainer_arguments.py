@@ -1,5 +1,8 @@
-"""Words of TrainingArguments, TRL and example scripts -> the recipe's model, data, checkpoints; the
-rest and why."""
+"""Convert words of TrainingArguments, TRL and example scripts to the recipe's model, data,
+checkpoints.
+
+Other words get a comment with the reason.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ REASONS: dict[str, str] = {
 
 
 def model(s: ImportSources, named: str | None) -> None:
-    """named: by --model of the command line."""
+    """Convert the model; named: by --model of the command line."""
     typed = s.word(
         as_text, "model_name_or_path", "model_name", "model_id", "model_path", "base_model", "model"
     )
@@ -181,7 +184,7 @@ def _lora(s: ImportSources) -> None:
 
 
 def kwargs(s: ImportSources) -> None:
-    """--lr_scheduler_kwargs, as JSON: the final learning rate of cosine_with_min_lr."""
+    """Convert --lr_scheduler_kwargs (JSON): the final learning rate of cosine_with_min_lr."""
     values = s.command.words.get("lr_scheduler_kwargs", ())
     try:
         found = json.loads(" ".join(values)) if values else {}

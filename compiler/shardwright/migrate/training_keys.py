@@ -1,4 +1,4 @@
-"""Batch sizes, lengths and the number of steps."""
+"""Convert batch sizes, lengths, the number of steps, the optimizer and the scheduler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRAINER_MICRO_BATCH_SIZE, TRAINER_EPOCHS = 8, 3.0
 
 
 def parallel(s: ImportSources) -> None:
-    """The degrees: what the file runs today is pinned."""
+    """Pin the degrees that the file runs with."""
     named = next(
         (n for n in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size") if s.integer(n)),
         "",
@@ -59,8 +59,10 @@ def parallel(s: ImportSources) -> None:
 
 
 def batch(s: ImportSources) -> None:
-    """train_batch_size = micro-batch x accumulation x data ranks; what two of them say of the third
-    is used."""
+    """Convert the batch sizes: train_batch_size = micro-batch x accumulation x data ranks.
+
+    Two of them determine the third.
+    """
     data = _data_ranks(s)
     train, steps = s.integer(TRAIN_BATCH_SIZE_KEY), s.integer(ACCUMULATION_STEPS_KEY)
     typed = s.word(as_count, ACCUMULATION_STEPS_KEY)
@@ -96,8 +98,8 @@ def _data_ranks(s: ImportSources) -> int | None:
 def _micro_batch_size(
     s: ImportSources, train: int | None, steps: int | None, data: int | None
 ) -> int | None:
-    """The micro-batch: said, or what the others leave. Where the others say the world size, it is
-    noted."""
+    """Return the micro-batch, given or derived; records the world size where the others
+    determine it."""
     micro = s.settle(
         MICRO_BATCH,
         as_count,
@@ -139,7 +141,7 @@ def length(s: ImportSources) -> None:
 
 
 def duration(s: ImportSources) -> None:
-    """max_steps, else epochs, else what the scheduler counts."""
+    """Convert max_steps, else epochs, else the scheduler's steps."""
     total = as_count(s.get("scheduler.params.total_num_steps"))
     steps = s.word(as_count, "max_steps", "max_train_steps")
     epochs = s.word(as_number, "num_train_epochs", "num_epochs", "epochs")
@@ -369,7 +371,8 @@ def _convert_trainer_schedule(s: ImportSources) -> None:
 
 
 def _warmup(s: ImportSources, path: str, is_deepspeeds: bool) -> None:
-    """warmup_steps goes before warmup_ratio, and one below 1 is a ratio, as in the Trainer."""
+    """Convert the warmup as the Trainer does: steps precede a ratio, and steps below 1 are a
+    ratio."""
     given = as_count(s.get(path)) if path else None
     sources = s.there(path)
     steps, ratio = (

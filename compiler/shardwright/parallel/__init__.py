@@ -1,1 +1,1 @@
-"""A Hugging Face model made ready to be split and trained, whatever the engine."""
+"""Prepare a Hugging Face model for sharded training, whatever the engine."""

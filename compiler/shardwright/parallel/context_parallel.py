@@ -1,9 +1,8 @@
-"""The switch of this process: while it is on, models of transformers run on one piece of each row.
+"""Run transformers' models on one shard of each sequence while the process's switch is on.
 
-Masks are made for whole rows, so that windows, chunks and packed documents are what they are
-without context ranks. transformers makes them in one function, which counts the tokens that it is
-handed. Rotary embeddings that depend on the length see whole rows, too
-(models/context_parallel_probe.py).
+Masks are built for whole sequences, so windows, chunks and packed documents are as without context
+ranks. transformers builds them in one function, which counts its input tokens. Rotary embeddings
+that depend on the length also use whole sequences (models/context_parallel_probe.py).
 """
 
 from __future__ import annotations
@@ -28,14 +27,10 @@ from shardwright.models.packed_attention import packed_attention_arguments
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.parallel.micro_batches import MicroBatch
 
-# Context ranks: each holds a piece of every row. In attention they trade their tokens' heads for
-# their heads' tokens (arXiv 2309.14509); everything else of a model works on each token alone.
-#
-# `CONTEXT` (ranks.py) is the switch. Shapes: B micro-batch, S a whole row, s context ranks, H and K
-# the heads of queries and of keys that this rank would hold without them, D their size.
-
-# The one collective of a context group: what was whole in one dimension becomes whole in
-# another.
+# Each context rank holds a shard of every sequence. Around attention, all-to-alls exchange tokens
+# for heads (arXiv 2309.14509); the rest of a model works on each token alone. B: micro-batch, S: a
+# whole sequence, s: context ranks, H and K: query and key heads of this rank without context
+# parallelism, D: head size.
 
 
 class _HeadsAllToAll(torch.autograd.Function):
@@ -63,22 +58,25 @@ def _transpose_over_ranks(
 def heads_all_to_all(
     x: torch.Tensor, *, split: int, join: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Dimension `split` is cut over the group's ranks, which its size must divide by; their parts
-    are joined along `join`, in the order of the ranks. The gradient takes the way back."""
+    """Split dimension `split` over the group's ranks and concatenate their parts along `join`.
+
+    The split dimension must divide by the ranks; parts are in rank order. The gradient takes the
+    reverse way.
+    """
     return _HeadsAllToAll.apply(x, split, join, group)
 
 
-# A model's own attention function, run on all tokens of a row and a share of its heads.
+# A model's own attention function, on all tokens of a sequence and a share of its heads.
 
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
-"""What transformers' attention interface holds: (module, query (B, H, S, D), key, value (B, K, S,
+"""Matches transformers' attention interface: (module, query (B, H, S, D), key, value (B, K, S,
 D), mask, ...) -> (output (B, S, H, D), weights or None)."""
 
 
 class _LocalHeadsView:
-    """An attention module to the function that reads it, with other values of what depends on the
-    number of heads."""
+    """Show an attention function its module with other values of what depends on the number of
+    heads."""
 
     def __init__(self, module: nn.Module, values: dict[str, Any]) -> None:
         self._module = module
@@ -99,15 +97,19 @@ def ulysses_attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`inner` for S/s tokens of each rank. attention_mask: of the whole row. Raises ValueError
-    where the heads do not divide over the ranks."""
+    """Run `inner` with S/s tokens of each rank.
+
+    attention_mask: of the whole sequence
+
+    Raises ValueError where the heads do not divide over the ranks.
+    """
     ranks, heads = dist.get_world_size(group), query.shape[1]
     if heads % ranks:
         raise ValueError(f"{heads} attention heads do not divide over {ranks} context ranks")
     first, own = dist.get_rank(group) * heads // ranks, heads // ranks
 
     def of_own_heads(x: Any, dimension: int) -> Any:
-        """Of a tensor with a value for each head."""
+        """Slice a tensor with a value for each head."""
         if (
             not isinstance(x, torch.Tensor)
             or x.ndim <= dimension
@@ -118,8 +120,7 @@ def ulysses_attention(
         return x.narrow(dimension, first, own)
 
     def whole_row(x: torch.Tensor) -> torch.Tensor:
-        # Keys' heads that the ranks do not divide are repeated: each rank has those that its
-        # queries read.
+        # Key heads that the ranks do not divide are repeated, so each rank has its queries' keys.
         copies = math.lcm(x.shape[1], ranks) // x.shape[1]
         return heads_all_to_all(
             x.repeat_interleave(copies, dim=1) if copies > 1 else x, split=1, join=2, group=group
@@ -138,13 +139,15 @@ def ulysses_attention(
     return heads_all_to_all(output, split=1, join=2, group=group), None
 
 
-# The piece of a row that a context rank trains on.
+# The shard of a sequence that a context rank trains on.
 
 
 def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
-    """S/s neighbouring tokens of each row; the batch itself where there is one rank. Its labels are
-    shifted before the cut, for a piece's last label is the first token of the next piece.
-    position_ids stay those of the whole rows."""
+    """Return S/s neighbouring tokens of each sequence; the batch itself with one rank.
+
+    Labels are shifted first, because a shard's last label is the next shard's first token.
+    position_ids stay those of the whole sequences.
+    """
     if ranks == 1:
         return batch
     shifted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -156,7 +159,7 @@ def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
 
 
 class ContextParallel:
-    """One a process, as transformers' functions are."""
+    """Switch context parallelism on; one a process, as transformers' functions are."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -165,9 +168,11 @@ class ContextParallel:
         self._positions: torch.Tensor | None = None
 
     def use(self, group: dist.ProcessGroup | None, model: nn.Module | None = None) -> None:
-        """None, or a group of one, switches it off. The ranks of the group hold neighbouring
-        pieces, in its order. model: that is trained on pieces; its rotary embeddings may depend on
-        the length."""
+        """Switch to a group of ranks with neighbouring shards, in its order; None or one rank
+        switches off.
+
+        model: the trained one, whose rotary embeddings may depend on the length
+        """
         self._patches.close()
         self._group = self._model = self._positions = None
         if group is None or dist.get_world_size(group) == 1:
@@ -197,7 +202,8 @@ class ContextParallel:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Switched off inside: for a model of whole rows beside the one that is trained."""
+        """Disable context parallelism inside, for a model on whole sequences beside the trained
+        one."""
         group, model = self._group, self._model
         self.use(None)
         try:
@@ -208,8 +214,10 @@ class ContextParallel:
     def keywords(
         self, attention: str | None, input_ids: torch.Tensor, positions: torch.Tensor | None
     ) -> dict[str, Any]:
-        """What a model's forward takes beside `input_ids` (B, S/s). positions: (B, S) of the whole
-        rows where documents are packed, each counting from 0."""
+        """Return a forward's arguments beside `input_ids` (B, S/s).
+
+        positions: (B, S) of the whole sequences where documents are packed, each counting from 0
+        """
         given = packed_attention_arguments(attention, positions)
         if self._group is None:
             return given
@@ -223,7 +231,7 @@ class ContextParallel:
         return given | {"position_ids": own}
 
     def _last(self, position_ids: torch.Tensor) -> int:
-        """hf.rope.Last of this rank's piece."""
+        """Return models' rope Last of this rank's shard."""
         assert self._group is not None
         if self._positions is not None:
             return int(self._positions.max())
@@ -240,10 +248,10 @@ class ContextParallel:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """masking_utils._preprocess_mask_arguments, with the lengths and documents of the whole
-        row."""
+        """Call masking_utils._preprocess_mask_arguments with the whole sequence's lengths and
+        documents."""
         if getattr(attention_mask, "ndim", 0) == 2:
-            attention_mask = None  # the type's own, of ones: no row is padded
+            attention_mask = None  # the type's own is all ones: no sequence is padded
         done, mask, packed, queries, keys, *offsets = inner(
             config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs
         )

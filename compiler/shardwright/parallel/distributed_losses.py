@@ -1,6 +1,5 @@
-"""The loss of DESIGN: the sum over the predicted tokens of the global batch / their number, under
-every layout.
-"""
+"""Compute the global loss in every layout: summed over the batch's predicted tokens, over their
+number."""
 
 from __future__ import annotations
 
@@ -25,16 +24,21 @@ from shardwright.parallel.tensor_parallel_collectives import vocabulary_parallel
 
 
 class CausalLoss:
-    """(logits (B, S, V or V/t), labels (B, S)) -> scaled sum of cross-entropies.
+    """Return the scaled sum of cross-entropies of (logits (B, S, V or V/t), labels (B, S)).
 
-    The engine averages over micro-batches and data ranks; `scale` = micro-batches * data ranks /
-    predicted tokens of the global batch turns that mean of sums into the loss wanted, for its value
-    and its gradient. Set it before each step. shifted: as MicroBatch.shifted of what it is given.
+    The engine averages over micro-batches and data ranks. `scale` = micro-batches * data ranks /
+    predicted tokens of the global batch corrects that mean, for the value and the gradient. Set it
+    before each step.
+
+    shifted: as MicroBatch.shifted of the batch
     """
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
-        """tensor_group: over whose ranks the vocabulary is cut, this rank's slice from `first`;
-        None: it is whole."""
+        """Take the group over whose ranks the vocabulary is sharded, this rank's slice from
+        `first`.
+
+        tensor_group: None for an unsharded vocabulary
+        """
         self.tensor_group = tensor_group
         self.first = first
         self.scale = 1.0
@@ -48,12 +52,12 @@ class CausalLoss:
     def _paired(
         self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each token's values beside its label."""
+        """Align each token's values with its label."""
         target = labels[0] if isinstance(labels, tuple) else labels
         return (values, target) if self.shifted else (values[:, :-1], target[:, 1:])
 
     def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The sum over tokens whose label stands at their own place."""
+        """Sum over tokens whose labels are aligned with them."""
         if self.tensor_group is None:
             rows = logits.float().reshape(-1, logits.shape[-1])
             return F.cross_entropy(
@@ -65,11 +69,11 @@ class CausalLoss:
 
 
 class ChunkedLoss(CausalLoss):
-    """(hidden states (B, S, H) behind the base model, labels (B, S)) -> the same loss, logits of
-    one chunk at a time.
+    """Compute the same loss from hidden states (B, S, H), with one chunk of logits in memory at a
+    time.
 
-    Each chunk's logits are made again in the backward pass (torch's non-reentrant checkpoint),
-    which costs the head's product once more. set `tail` before the first call.
+    The backward pass recomputes each chunk's logits (torch's non-reentrant checkpoint), which
+    repeats the head's product. Set `tail` before the first call.
     """
 
     tail: OutputHead
@@ -78,10 +82,9 @@ class ChunkedLoss(CausalLoss):
         self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         length = chunk_length(*(labels[0] if isinstance(labels, tuple) else labels).shape)
-        # The cuts before the checkpoints: each keeps a view, not a copy.
+        # Split before the checkpoints: each then saves a view, not a copy.
         pairs = zip(*(x.split(length, dim=1) for x in self._paired(hidden, labels)), strict=True)
-        # ZeRO-3 releases the head between forward and recomputation, so its shapes differ then: no
-        # metadata check.
+        # ZeRO-3 releases the head between forward and recomputation, so metadata checks would fail.
         totals = [
             checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none")
             for pair in pairs
@@ -93,8 +96,10 @@ class ChunkedLoss(CausalLoss):
 
 
 def wrap_chunked_loss(model: nn.Module, loss: ChunkedLoss) -> None:
-    """The model's forward takes `labels` too and returns the loss: ZeRO-3 gathers the head inside
-    an engine's forward only."""
+    """Make the model's forward take `labels` and return the loss.
+
+    ZeRO-3 gathers the head only inside an engine's forward.
+    """
     tail = loss.tail = OutputHead(model)
     inner = model.forward
 
@@ -113,9 +118,13 @@ def micro_batch_loss(
     dtype: torch.dtype = torch.float32,
     blank: DummyImage | None = None,
 ) -> torch.Tensor:
-    """model: the whole one, also inside an engine; attention: what its layers run, which decides
-    how packed documents are kept apart; dtype: that they compute in; blank: of a model that sees,
-    where ranks must do the same."""
+    """Return the loss of a micro-batch.
+
+    model: the unsplit model, possibly inside an engine
+    attention: the layers' attention, which decides how packed documents are separated
+    dtype: compute dtype
+    blank: the dummy image of a vision-language model, where ranks must run the same collectives
+    """
     ids, positions = batch.input_ids.to(device), batch.position_ids
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     SEQUENCE_LENGTHS.current = None if batch.lengths is None else batch.lengths.to(device)
@@ -133,14 +142,13 @@ def micro_batch_loss(
         return loss(model(**inputs, **picture).logits, labels)
 
 
-# The loss of the global batch of pairs, on data ranks that each hold a share of it: features are
-# gathered with their gradient, so that it is the loss that one process computes over all rows.
-# Letters as in models/tasks/contrastive.py.
+# The contrastive loss of the global batch. Data ranks gather features with their gradients, so it
+# equals one process's loss over all pairs. Letters as in models/tasks/contrastive.py.
 
 
 class AllGatherFeatures(torch.autograd.Function):
-    """(b, P) -> (N, P), the rows of all ranks of a group in their order. What every rank's loss
-    says of this rank's rows is summed on the way back."""
+    """Gather (b, P) features of all ranks to (N, P), in rank order; sum their gradients
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -152,15 +160,18 @@ class AllGatherFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         whole = gradients[0].contiguous()
-        dist.all_reduce(whole, group=ctx.group)  # gloo has no reduce-scatter of its own
+        dist.all_reduce(whole, group=ctx.group)  # gloo has no reduce-scatter
         return whole.narrow(0, dist.get_rank(ctx.group) * ctx.rows, ctx.rows), None
 
 
 def wrap_contrastive_loss(model: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
-    """The model's forward returns this rank's share of the loss: ZeRO-3 gathers the scale, a
-    parameter of the outermost module, inside an engine's forward only. The mean over the group is
-    the global batch's loss, and so is the mean of gradients, which engines take. kind: as of
-    contrastive_loss."""
+    """Make the model's forward return this rank's share of the loss.
+
+    ZeRO-3 gathers the scale, a parameter of the outermost module, only inside an engine's forward.
+    The mean over the group is the global loss; engines average gradients likewise.
+
+    kind: as contrastive_loss takes it
+    """
     whole, inner = model, model.forward
 
     def forward(**inputs: torch.Tensor) -> torch.Tensor:

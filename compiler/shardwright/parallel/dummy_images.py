@@ -1,9 +1,8 @@
-"""The tower runs in every micro-batch: where no row holds a picture, on a blank one whose features
-are cut to none.
+"""Run the vision encoder on a dummy image where no sequence of a micro-batch holds one.
 
-A data rank without a picture would leave ZeRO's collectives with other sizes than its neighbours
-have. The model's own forward runs the tower, so that each weight is gathered and reduced in the
-order in which the neighbours do.
+Its features are sliced to none. Without it, a data rank's ZeRO collectives would differ from its
+neighbours'. The model's own forward runs the encoder, so each weight is gathered and reduced in the
+same order as theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardwright.models.model_skeleton import Batch
 
 
 class DummyImage:
-    """Of `model`, or of one stage of it."""
+    """Provide the dummy image of `model` or of one stage of it."""
 
     def __init__(self, model: nn.Module) -> None:
         having: list[Any] = [
@@ -28,12 +27,14 @@ class DummyImage:
             for m in model.modules()
             if _names(getattr(m, "get_image_features", None)) >= {"pixel_values"}
         ]
-        self._owner = having[-1]  # the outer ones hand on to the inner one
+        self._owner = having[-1]  # outer modules call the inner one
 
     @contextmanager
     def shown(self, inputs: Batch | None) -> Iterator[Batch]:
-        """For one forward, which takes what comes back beside its other inputs. inputs: of the
-        blank picture, on the model's device; None where its rows hold pictures."""
+        """Yield the image inputs of one forward.
+
+        inputs: the dummy image's, on the model's device; None where sequences hold images
+        """
         if inputs is None:
             yield {}
             return
@@ -48,7 +49,7 @@ class DummyImage:
 
         self._owner.get_image_features = no_features
         try:
-            # Its grids stay here: a forward looks for a picture in the ids for each.
+            # Grids are dropped, because a forward expects an image in the ids for each.
             yield {name: value for name, value in blank.items() if value.is_floating_point()}
         finally:
             del self._owner.get_image_features
@@ -59,8 +60,7 @@ def _names(function: Callable[..., Any] | None) -> frozenset[str]:
 
 
 def _without_rows(features: Any) -> Any:
-    """The same without a row: they take no token's place, and what makes them has gradients of
-    zero."""
+    """Return the features without rows; the encoder's gradients are then zero."""
     if isinstance(features, torch.Tensor):
         return features[:0]
     if isinstance(features, dict):
@@ -77,7 +77,7 @@ def _without_rows(features: Any) -> Any:
 def inputs_on_device(
     inputs: Batch | None, device: torch.device, dtype: torch.dtype
 ) -> Batch | None:
-    """Pictures' values in the compute dtype, as the model's weights are."""
+    """Move image inputs to the device and the compute dtype."""
     if inputs is None:
         return None
     return {n: v.to(device, dtype if v.is_floating_point() else v.dtype) for n, v in inputs.items()}

@@ -1,6 +1,4 @@
-"""Modules of experts, cut in place to those of this rank; their class and their forward stay as
-they are.
-"""
+"""Shard modules of experts in place; their class and forward stay as they are."""
 
 from __future__ import annotations
 
@@ -21,24 +19,16 @@ from shardwright.models.mixture_of_experts import (
 )
 from shardwright.plan.plan import Plan, PlanRank
 
-# Experts shared out over ranks.
-#
-# `dispatch`: a token's way to the ranks that hold its experts, and back. `spread`: a model's
-# experts
-# cut to this rank's. `balance`: the loss that keeps its routers from preferring a few.
-
-# Rows of hidden states go to the ranks that hold their experts, and what those made of them comes
-# back.
-#
-# Letters: T tokens of this rank, k experts that each chose, H hidden size, E experts, e ranks that
-# share them out, R rows that this rank receives. Nothing is dropped: R is whatever the routers
-# chose.
+# Token dispatch: hidden states go to the ranks of their experts, and outputs return. T: tokens of
+# this rank, k: chosen experts of each, H: hidden size, E: experts, e: expert ranks, R: rows that
+# this rank receives. No token is dropped, so the routers decide R.
 
 
 def dispatch_tokens(inner: Experts, experts: int, group: dist.ProcessGroup) -> Experts:
-    """inner: the forward of a module that holds this rank's experts, which it numbers from zero.
-    Rank r of the group has experts [r E/e, (r + 1) E/e). The routing weights are applied where the
-    token is, so that their gradients are.
+    """Wrap a forward of local experts, numbered from zero, with token dispatch and combine.
+
+    Rank r of the group holds experts [r E/e, (r + 1) E/e). The routing weights are applied on the
+    token's rank, where their gradients are needed.
     """
     ranks = dist.get_world_size(group)
     local = experts // ranks
@@ -47,9 +37,7 @@ def dispatch_tokens(inner: Experts, experts: int, group: dist.ProcessGroup) -> E
         order = torch.argsort(chosen.reshape(-1), stable=True)
         tokens = order // chosen.shape[-1]
         counts = torch.bincount(chosen.reshape(-1), minlength=experts)
-        arriving = torch.empty_like(
-            counts
-        )  # (e, E/e): of each sender, for each of this rank's experts
+        arriving = torch.empty_like(counts)  # (e, E/e): counts by sender and local expert
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = (c.view(ranks, local).sum(dim=1).tolist() for c in (counts, arriving))
         rows = token_all_to_all(hidden[tokens], sent, received, group)
@@ -68,8 +56,11 @@ def dispatch_tokens(inner: Experts, experts: int, group: dist.ProcessGroup) -> E
 def _run(
     inner: Experts, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """(R, H) -> (R, H), weighed with one. Without rows a dummy goes through: the other ranks wait
-    in the backward pass, and every parameter gets a gradient."""
+    """Run local experts on (R, H) with weight one.
+
+    Without rows a dummy runs: other ranks wait in the backward pass, and every parameter gets a
+    gradient.
+    """
     received = rows.shape[0]
     if not received:
         rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
@@ -79,8 +70,11 @@ def _run(
 def token_all_to_all(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """rows: (sum of sent, H), in the order of the ranks that they go to -> (sum of received, H), in
-    the order of the ranks that they come from. Collective, in the backward pass too."""
+    """Exchange rows (sum of sent, H), ordered by target, for (sum of received, H), ordered by
+    source.
+
+    Collective, also in the backward pass.
+    """
     return _TokenAllToAll.apply(rows, sent, received, group)
 
 
@@ -105,14 +99,17 @@ def _all_to_all(
     return out
 
 
-# The balance loss of a plan's routers, under whatever engine.
+# The routers' balance loss, for any engine.
 
 
 def router_balance(
     plan: Plan, model: nn.Module, group: dist.ProcessGroup | None = None
 ) -> RouterAuxLoss | None:
-    """model: the whole one, before any of it is cut. group: the context ranks of this rank's rows,
-    or None."""
+    """Return the routers' balance loss.
+
+    model: the unsplit model
+    group: the context ranks of this rank's sequences, or None
+    """
     balance, context = plan.model.router_aux_loss, plan.strategy.context
     if balance is None:
         return None
@@ -129,14 +126,16 @@ def router_balance(
 
 
 def micro_batch_weight(plan: Plan, micro_batches: int) -> float:
-    """Engines average over micro-batches and over data x context ranks; context ranks have a part
-    of each row."""
+    """Return the weight that undoes the engine's mean over micro-batches and data x context
+    ranks."""
     return plan.strategy.context / micro_batches
 
 
 class ExpertSharder:
-    """The experts of one model, cut as its layers are built. Before any of them has run: a
-    gradient's accumulator keeps the shape that it was made with."""
+    """Shard the experts of one model as its layers are built, before any of them has run.
+
+    A gradient accumulator keeps the shape that its parameter had first.
+    """
 
     def __init__(
         self,
@@ -145,17 +144,19 @@ class ExpertSharder:
         group: dist.ProcessGroup | None = None,
         mark: Callable[[nn.Parameter], None] = lambda parameter: None,
     ) -> None:
-        """paths: of modules of experts, which the group's ranks share out, in its order. mark: what
-        an engine needs to know of a parameter that was cut."""
+        """Take the modules of experts at `paths`, sharded over the group's ranks in its order.
+
+        mark: sets what an engine must know of a sharded parameter
+        """
         self.model, self.paths, self.group, self.mark = model, tuple(paths), group, mark
         self._experts: dict[str, int] = {}
 
     def inside(self, layer: str) -> list[str]:
-        """Paths of the modules of experts in a layer."""
+        """Return the paths of a layer's modules of experts."""
         return [path for path in self.paths if path.startswith(layer + ".")]
 
     def cut(self, layer: str) -> None:
-        """Their parameters, which have all experts until then, to this rank's."""
+        """Shard the layer's experts, which are unsharded until then."""
         for path in self.inside(layer):
             assert self.group is not None
             module = self.model.get_submodule(path)
@@ -166,8 +167,11 @@ class ExpertSharder:
                 self.mark(parameter)
 
     def dispatch(self, layer: str) -> None:
-        """Their forward and backward passes are collective from here on, around whatever cut an
-        expert further."""
+        """Wrap the layer's experts with token dispatch, around any tensor parallelism inside an
+        expert.
+
+        Their forward and backward passes are collective from then on.
+        """
         for path in self.inside(layer):
             assert self.group is not None
             module: Any = self.model.get_submodule(path)
@@ -179,15 +183,14 @@ class ExpertSharder:
 def local_expert_range(
     plan: Plan, rank: PlanRank, parameter: str, experts: int
 ) -> tuple[int, int] | None:
-    """The first of a rank's experts and their number; None of a parameter that is not cut by
-    experts."""
+    """Return (first expert, number of experts) of a rank; None for a parameter that is not
+    sharded."""
     ranks = plan.expert_shard_count(parameter)
     return None if ranks == 1 else (plan.expert_rank_of(rank) * experts // ranks, experts // ranks)
 
 
 def splits_of_local_experts(plan: Plan) -> tuple[ModuleSharding, ...]:
-    """How tensor ranks cut what an expert rank has: the plan's map with the shapes of its own
-    experts."""
+    """Return the plan's map with the shapes of this rank's experts."""
     return tuple(
         replace(
             module,
@@ -204,7 +207,8 @@ def _of_own_experts(split: ParameterSharding, ranks: int) -> ParameterSharding:
 
 
 def cut_experts(module: Any, rank: int, ranks: int) -> int:
-    """Returns how many it had. What has no memory yet gets none."""
+    """Shard a module's experts and return their full number; a parameter on the meta device
+    stays there."""
     experts = number_of_experts(module)
     if not experts or experts % ranks:
         raise RuntimeError(

@@ -1,8 +1,7 @@
-"""`model.kernels: compile`: torch.compile of each decoder layer's forward pass, below a
-recomputation of it.
+"""Compile each decoder layer's forward pass, and checkpoint its activations.
 
-A layer is one graph (fullgraph) of fixed shapes: every micro-batch has the same. Layers that differ
-in nothing but their weights share it. A graph break is an error, not a slow run.
+With `model.kernels: compile` a layer is one graph (fullgraph) of fixed shapes, inside its
+recomputation. Layers that differ only in their weights share it. A graph break is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +21,11 @@ from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
 
 
 def compile_layers(model: nn.Module, plan: Plan, layers: Collection[str] | None = None) -> None:
-    """layers: only these of the decoder layers, by their paths; None: all. Before
-    apply_activation_checkpointing, which keeps the inputs of a whole graph."""
+    """Compile decoder layers; call before apply_activation_checkpointing, which saves a graph's
+    inputs.
+
+    layers: paths of the layers to compile; None: all
+    """
     if plan.model.kernels != "compile":
         return
     decoders = (name for s in plan.stages for name in s.layers if name not in ("embedding", "head"))
@@ -33,17 +35,14 @@ def compile_layers(model: nn.Module, plan: Plan, layers: Collection[str] | None 
             layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
 
 
-# Activation checkpointing, the same under both engines: torch's non-reentrant checkpoint on module
-# instances.
-#
-# Re-entrant checkpointing loses the gradient where no input asks for one (the embedding stage) and
-# drops keyword arguments, which is how Hugging Face layers call their attention.
+# Activation checkpointing in every engine: torch's non-reentrant checkpoint on module instances.
+# Re-entrant checkpointing loses the gradient where no input requires one (the embedding stage), and
+# drops the keyword arguments with which Hugging Face layers call their attention.
 
 
 def recompute_forward(module: nn.Module) -> None:
-    """Makes `module` keep only its inputs for backward."""
-    # ZeRO-3 releases parameters between forward and recomputation, so their shapes differ then: no
-    # metadata check.
+    """Make `module` save only its inputs for the backward pass."""
+    # ZeRO-3 releases parameters between forward and recomputation, so a metadata check would fail.
     module.forward = partial(
         checkpoint,
         module.forward,
@@ -54,7 +53,7 @@ def recompute_forward(module: nn.Module) -> None:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Called in the forward pass, whose micro-batch the recomputation belongs to."""
+    """Return the contexts of the forward pass and of the recomputation of its micro-batch."""
     return nullcontext(), _recomputing(SEQUENCE_LENGTHS.recomputing())
 
 
@@ -67,7 +66,7 @@ def _recomputing(row_lengths: AbstractContextManager[None]) -> Iterator[None]:
 def checkpoint_layers(
     decoder_layers: Iterable[nn.Module], choice: Checkpointing, attention_module: str
 ) -> None:
-    """selective: the attention module; full: the whole decoder layer."""
+    """Checkpoint the attention module (selective) or the whole decoder layer (full)."""
     for layer in decoder_layers:
         if choice == "full":
             recompute_forward(layer)
@@ -78,9 +77,13 @@ def checkpoint_layers(
 def apply_activation_checkpointing(
     model: nn.Module, plan: Plan, layers: Collection[str] | None = None
 ) -> None:
-    """To the decoder layers that the plan checkpoints, and under `full` and `{full: N}` to the
-    blocks of a tower, which stand in the embedding's piece. layers: to these of them, by their
-    paths; None: to all."""
+    """Checkpoint the plan's decoder layers, and under `full` and `{full: N}` the vision encoder's
+    blocks.
+
+    The blocks belong to the embedding.
+
+    layers: paths of the layers to consider; None: all
+    """
     chosen = [name for name in checkpointed_layers(plan) if layers is None or name in layers]
     checkpoint_layers(
         map(model.get_submodule, chosen), plan.strategy.checkpointing, plan.model.attention_module
@@ -90,10 +93,12 @@ def apply_activation_checkpointing(
 
 
 def checkpointed_layers(plan: Plan) -> tuple[str, ...]:
-    """Paths of decoder layers, of every stage. Where a stage checkpoints some, they are the first
-    ones: they go backward last, and what they make again takes the room that the layers behind them
-    have left. The last ones would make it beside all that is kept. Under 1F1B, too: whatever other
-    micro-batches keep meanwhile, the one that goes backward gives up its last layers first."""
+    """Return the paths of the checkpointed decoder layers of every stage, its first ones.
+
+    The first layers run backward last, and recompute in the memory that later layers have freed.
+    The last layers would recompute while all activations are saved. This holds under 1F1B, too: the
+    micro-batch that runs backward frees its last layers first.
+    """
     choice = plan.strategy.activation_checkpointing
     if choice == "none":
         return ()

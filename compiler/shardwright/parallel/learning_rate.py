@@ -1,4 +1,4 @@
-"""The learning rate of each update, in closed form, and the decay groups."""
+"""Compute the learning rate of each update in closed form, and the weight decay groups."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwright.recipe.recipe_types import OptimizerSection
 def learning_rate(
     optimizer: OptimizerSection, scheduler: PlanScheduler, steps: int, update: int
 ) -> float:
-    """The rate of update `update` (from 1) of `steps`: lr * min(1, k / warmup), then the curve to
-    min_lr.
+    """Return the rate of update `update` (from 1) of `steps`: lr * min(1, k / warmup), then the
+    curve.
 
     DeepSpeed's own WarmupLR warms up on a log curve by default, hence no DeepSpeed scheduler.
     """
@@ -37,8 +37,11 @@ def learning_rate(
 def decay_groups(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float
 ) -> list[dict[str, object]]:
-    """Two groups: ndim >= 2 decays (embeddings and 3-D experts too), the rest does not. Splits keep
-    ndim, but a parameter that ZeRO-3 has partitioned looks empty: ds_shape is what it was."""
+    """Return two groups: ndim >= 2 decays (embeddings and 3-D experts too), the rest does not.
+
+    Sharding keeps ndim, but a parameter that ZeRO-3 has partitioned looks empty; ds_shape is its
+    shape.
+    """
     named = [(n, p) for n, p in parameters if p.requires_grad]
     groups = [
         {

@@ -1,4 +1,4 @@
-"""LoRA on a rank: the plan's adapters beside the linears of the decoder layers, everything else
+"""Add the plan's LoRA adapters to the decoder layers' linears on a rank; everything else is
 frozen."""
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> None:
-    """In place; only the adapters are trained afterwards. Drawn from the training's seed, the same
-    on every rank.
+    """Add adapters in place; only they are trained. They are drawn from the seed, equal on every
+    rank.
 
-    transposed: weights that are held the other way round than Hugging Face has them, by name.
-    Raises Refusal: SW6251, SW6252; SW6256 where the model's adapters are not the plan's.
+    transposed: names of weights that are stored transposed to Hugging Face's
+
+    Raises Refusal with SW6251, SW6252, or SW6256 where the model's adapters differ from the plan's.
     """
     if plan.lora is None:
         return
@@ -41,10 +42,10 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
         inject_lora(
             model, plan.lora, linear_paths(model, plan.model.cut.stack, plan.lora.target_modules)
         )
-    except ValueError as error:  # a module that only looks like a linear by its parameters
+    except ValueError as error:  # a module whose parameters only look like a linear's
         raise refusal(
             "SW6252",
-            f"peft does not adapt these modules: {str(error).splitlines()[0]}",
+            f"peft cannot adapt these modules: {str(error).splitlines()[0]}",
             "Name linears alone in lora.target_modules, and compile again.",
             ("lora", "target_modules"),
         ) from None
@@ -57,8 +58,10 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
 
 
 def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape of each adapter that the plan trains. transposed: as add_adapters
-    takes it."""
+    """Return the shape of each adapter that the plan trains, by parameter name.
+
+    transposed: as add_adapters takes it
+    """
     if plan.lora is None:
         return {}
     found: dict[str, tuple[int, ...]] = {}
@@ -78,8 +81,10 @@ def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[
 def check_lora_adapters(
     found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]], *, rank: int = 0
 ) -> None:
-    """found, planned: trained parameter -> shape. Raises Refusal: SW6256 with the first names that
-    differ."""
+    """Compare the shapes of trained parameters with the plan's.
+
+    Raises Refusal with SW6256 that names the first differences.
+    """
     differences = [
         f"{name}: {_shape(found.get(name))}, planned {_shape(planned.get(name))}"
         for name in dict.fromkeys((*planned, *found))
@@ -105,8 +110,11 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def peft_rewrites_targets(lora: PlanLora, model: nn.Module) -> bool:
-    """Whether peft, given the adapter folder, would adapt other modules of this model than the run
-    did (models/lora_target_paths.py). Versions without that module rewrite nothing."""
+    """Return whether peft would adapt other modules of this model than the run did.
+
+    Depends on the adapter folder (models/lora_target_paths.py). peft versions without that module
+    rewrite nothing.
+    """
     if missing_peft():
         return False
     try:
@@ -116,7 +124,7 @@ def peft_rewrites_targets(lora: PlanLora, model: nn.Module) -> bool:
     config = lora_config(lora, target_modules=list(lora.target_modules))
     try:
         convert_peft_config_for_transformers(config, model=model, conversions=None)
-    except ValueError:  # a part of what it fuses
+    except ValueError:  # part of a fused module
         return True
     return bool(config.target_parameters) or set(config.target_modules) != set(lora.target_modules)
 
@@ -124,10 +132,12 @@ def peft_rewrites_targets(lora: PlanLora, model: nn.Module) -> bool:
 def write_adapter_config(
     lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool
 ) -> None:
-    """adapter_config.json. base: where the frozen weights are. fan_in_fan_out: these are GPT-2's
-    Conv1D.
+    """Write adapter_config.json.
 
-    Raises Refusal: SW6251.
+    base: where the frozen weights are
+    fan_in_fan_out: these are GPT-2's Conv1D
+
+    Raises Refusal with SW6251.
     """
     if absent := missing_peft():
         raise Refusal(absent)
@@ -143,7 +153,8 @@ def write_adapter_config(
 
 
 def hf_parameter_name(name: str) -> str:
-    """Hugging Face's name of a parameter that peft moved into its wrapper; adapters keep theirs.
+    """Return Hugging Face's name of a parameter that peft moved into its wrapper; adapters keep
+    theirs.
 
     A wrapper around a wrapper keeps the inner one's name, so that no two parameters share one.
     """
@@ -151,7 +162,7 @@ def hf_parameter_name(name: str) -> str:
 
 
 def unique_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """Plain name -> parameter. Raises Refusal: SW6257 where two parameters would be saved by one
+    """Return parameters by name. Raises Refusal with SW6257 where two would be saved by one
     name."""
     found: dict[str, nn.Parameter] = {}
     for name, parameter in named:
@@ -163,7 +174,8 @@ def unique_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn
                     "checkpoint "
                     "would hold one of them"
                 ),
-                "Nothing was saved. This is a bug of ours: report the model type and the recipe.",
+                "Nothing was saved. This is a bug of Shardwright: report the model type and the "
+                "recipe.",
             )
     return found
 
@@ -173,13 +185,14 @@ def is_adapter(name: str) -> bool:
 
 
 def peft_saved_name(name: str) -> str:
-    """As peft writes and loads it."""
+    """Return the name under which peft writes and loads a parameter."""
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 def merge_adapter(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: PlanLora, *, is_transposed: bool
 ) -> torch.Tensor:
-    """W + alpha / r * B A (arXiv 2106.09685, section 4.1), in fp32. turned: W is (in, out)."""
+    """Return W + alpha / r * B A in fp32 (arXiv 2106.09685, section 4.1); is_transposed: W is
+    (in, out)."""
     change = (lora.alpha / lora.rank) * (b.float() @ a.float())
     return weight.float() + (change.t() if is_transposed else change)

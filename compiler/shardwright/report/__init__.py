@@ -1,1 +1,1 @@
-"""`shardwright report DIR`: a compiled folder, and its run where there is one, as one HTML page."""
+"""Render a compiled folder and its run as one HTML page: `shardwright report DIR`."""

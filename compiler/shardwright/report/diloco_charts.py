@@ -1,4 +1,4 @@
-"""Several islands on the page: what the outer step costs, what each left behind, and the whole."""
+"""Chart several DiLoCo islands: the outer step's cost, each island's run, and the merged run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ MOST_DRAWN = 16  # islands with a curve of their own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterWait:
-    """What training waited for an outer step. members: () where another island's state was
-    taken."""
+    """Record how long training waited for an outer step.
+
+    members: islands that took part; () where another island's state was loaded
+    """
 
     step: int
     members: tuple[int, ...]
@@ -40,8 +42,10 @@ class OuterWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandRun:
-    """absent: outer steps in a row, up to the last one, that were made without it.
-    median_wait_seconds: NaN where it made no outer step."""
+    """Hold one island's run.
+
+    absent: consecutive outer steps, up to the last one, without this island
+    """
 
     island: int
     run: MeasuredRun
@@ -50,13 +54,18 @@ class IslandRun:
 
     @property
     def median_wait_seconds(self) -> float:
+        """Return the median wait; NaN where the island made no outer step."""
         return statistics.median(w.seconds for w in self.waits) if self.waits else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandsRun:
-    """Of the islands that are here. whole: at most MOST_POINTS of its steps, evenly. tokens: of all
-    of them. outer_steps: None where the store's record is elsewhere."""
+    """Hold the runs of the islands whose folders are here.
+
+    whole: at most MOST_POINTS of the merged steps, evenly spaced
+    tokens: of all islands
+    outer_steps: None where the store's record is elsewhere
+    """
 
     islands: tuple[IslandRun, ...]
     whole: tuple[MergedStep, ...]
@@ -65,7 +74,8 @@ class IslandsRun:
 
 
 def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
-    """None for a plan that is not of several islands, or where none of them has finished a step."""
+    """Read the islands' runs; None for a plan without several islands, or where none finished a
+    step."""
     plan, folder = subject.plan, subject.folder
     if not plan.island_numbers:
         return None
@@ -100,7 +110,7 @@ def _wait(row: Mapping[str, Any]) -> OuterWait:
 
 
 def loss_chart(found: IslandsRun) -> figure:
-    """The whole's loss, and each island's."""
+    """Chart the merged loss, and each island's."""
     made = plot(name="islands-loss", height=320, x_axis_label="step", y_axis_label="loss")
     for each, colour in _drawn(found):
         steps = each.run.drawn
@@ -132,7 +142,7 @@ def loss_chart(found: IslandsRun) -> figure:
 
 
 def waits_chart(found: IslandsRun, predicted_seconds: float) -> figure:
-    """What each island's training waited for each outer step, against the prediction."""
+    """Chart each island's wait for each outer step, against the prediction."""
     made = plot(
         name="islands-waits",
         height=260,

@@ -1,4 +1,4 @@
-"""Every layout of the cluster with its price, those that a rule or the memory forbids included."""
+"""Price every layout of the cluster, also those that a rule or the memory forbids."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ from shardwright.search.rejected_faster_layouts import RejectedFasterLayout, rej
 from shardwright.search.rule_registry import check_layout
 
 VERDICTS = ("runs", "tight", "does not fit", "ruled out")
-"""tight: it fits, but by less than what predictions fall short by."""
+"""Names the outcomes; tight: it fits, but by less than the error of predictions."""
 MOST_FORBIDDEN = 4_000
-"""Layouts that a rule forbids, a millisecond each to price: of more, so many are taken evenly."""
+"""Limits the forbidden layouts that are priced, a millisecond each; more are sampled evenly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPoint:
-    """code, reason: of the first rule that forbids it, or of the memory; "" where it runs. pinned:
-    within the pins."""
+    """Hold one priced layout.
+
+    code, reason: of the first rule that forbids it, or of the memory; "" where it runs
+    pinned: satisfies the recipe's pins
+    """
 
     strategy: Layout
     step_seconds: float
@@ -50,12 +53,15 @@ class LayoutPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSpace:
-    """front: of what runs within the pins, the fastest first. lost, binding,
-    rejected_faster_layouts: as `plan` says them. best: its first row.
+    """Hold all priced layouts.
 
-    today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not;
-    the one nearest to fitting where none does. legal, forbidden: how many layouts there are;
-    forbidden_drawn: of the latter, how many are points.
+    front: Pareto front of those that run and satisfy the pins, fastest first
+    baselines: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or
+        not; the one nearest to fitting where none does
+    lost, binding, rejected_faster_layouts: as `plan` reports them
+    best: the first row of `plan`
+    legal, forbidden: numbers of layouts
+    forbidden_drawn: forbidden layouts among the points
     """
 
     points: tuple[LayoutPoint, ...]
@@ -72,8 +78,10 @@ class LayoutSpace:
 
 
 def layout_space(problem: Problem, chosen: Estimate) -> LayoutSpace:
-    """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins
-    leave out."""
+    """Price all layouts deterministically.
+
+    Within the recipe's pins this is `plan`'s search; the rest shows what the pins exclude.
+    """
     recipe = problem.recipe
     free = without_layout_pins(recipe)
     everywhere = dataclasses.replace(problem, recipe=free)
@@ -94,9 +102,7 @@ def layout_space(problem: Problem, chosen: Estimate) -> LayoutSpace:
         within += [estimate for estimate, inside in priced if inside and estimate.feasible]
         legal += [_legal_point(free, *each) for each in priced]
     if chosen.feasible and all(point.strategy != chosen.strategy for point in legal):
-        within.append(
-            chosen
-        )  # it recomputes as many layers as the recipe says, not as the search would
+        within.append(chosen)  # recomputes the recipe's number of layers, not the search's
         legal.append(_legal_point(free, chosen, True))
     stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
     drawn = [

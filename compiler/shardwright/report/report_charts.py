@@ -1,6 +1,4 @@
-"""The page's Bokeh figures. Each takes plain figures and returns a model; page.js gives them the
-page's colours.
-"""
+"""Build the page's Bokeh figures from plain numbers; page.js applies the page's colours."""
 
 from __future__ import annotations
 
@@ -38,11 +36,8 @@ from shardwright.report.layout_space import LayoutPoint, LayoutSpace
 from shardwright.report.run_results import Evaluation, MeasuredRun
 from shardwright.report.step_timeline import KINDS, PASS_KINDS, StepTimeline, sampled_ranks
 
-# Colours that colour-blind readers tell apart: Okabe and Ito's eight for kinds, cividis for many
-# of one kind.
-
-
-# jfly.uni-koeln.de/color: blue, orange, green, vermillion, sky, purple, yellow, grey.
+# Colours for colour-blind readers: Okabe and Ito's eight for kinds, cividis for many of one kind
+# (jfly.uni-koeln.de/color: blue, orange, green, vermillion, sky, purple, yellow, grey).
 CATEGORIES = (
     "#0072B2",
     "#E69F00",
@@ -72,15 +67,17 @@ STEP_COLORS = {
     "idle": GREY,
 }
 BAR_COLORS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILLION)
-"""Of timeline.KINDS."""
+"""Colours the kinds of step_timeline.KINDS."""
 DARKEST = 48
 VERDICTS = {"runs": BLUE, "tight": SKY, "does not fit": ORANGE, "ruled out": GREY}
 CHOSEN = VERMILLION
 
 
 def group_colors(count: int) -> tuple[str, ...]:
-    """A colour a group: categories while there are enough of them; beyond DARKEST of cividis, so
-    that all show on black. At most 256 - DARKEST: more groups share colours."""
+    """Return a colour for each group: categories, or cividis where there are more groups.
+
+    Cividis starts at DARKEST, to be visible on black. More than 256 - DARKEST groups share colours.
+    """
     if count <= len(CATEGORIES):
         return CATEGORIES[:count]
     scale = cividis(256)[DARKEST:]
@@ -91,15 +88,14 @@ def group_colors(count: int) -> tuple[str, ...]:
 GIB = 2**30
 ROW_PIXELS, FRAME_PIXELS = 30, 84
 MOST_BARS = 120_000
-"""More take a browser longer than the page may."""
+"""Limits the bars: more take a browser too long."""
 FONT = "12px"
 EDGES = {edge: edge for edge in ("left", "right", "bottom", "top")}  # columns of the same names
 MARKS = {"star": "★", "x": "\N{MULTIPLICATION SIGN}"}
 
 
 def plot(dimensions: str = "both", **options: object) -> figure:
-    """As wide as the page. Dragging a box zooms; the wheel does with Ctrl alone, for it scrolls the
-    page."""
+    """Create a figure of the page's width; dragging a box zooms, as does the wheel with Ctrl."""
     tools = [
         BoxZoomTool(dimensions=dimensions),
         PanTool(dimensions=dimensions),
@@ -120,7 +116,7 @@ def plot(dimensions: str = "both", **options: object) -> figure:
 
 
 def hover(tooltips: Sequence[tuple[str, str]], **options: object) -> HoverTool:
-    """A table of names and values beside the pointer."""
+    """Create a tooltip with a table of names and values."""
     rows = "".join(
         f'<div><span class="tip">{name}</span> {value}</div>' for name, value in tooltips
     )
@@ -133,10 +129,9 @@ def hover(tooltips: Sequence[tuple[str, str]], **options: object) -> HoverTool:
 
 
 def keys(made: figure) -> list[tuple[str, str, str]]:
-    """(name, colour, mark) of what the figure draws: its legend, which the page shows, for a phone
-    has no room inside.
+    """Return (name, colour, mark) of the figure's legend, which the page shows below it.
 
-    A renderer without a name stays out of it.
+    A renderer without a name is left out.
     """
     found: dict[str, tuple[str, str, str]] = {}
     for renderer in made.renderers:
@@ -149,7 +144,7 @@ def keys(made: figure) -> list[tuple[str, str, str]]:
 
 
 def memory_chart(memory: Memory) -> figure:
-    """Per pipeline rank, what its fullest GPU holds, against what a GPU has."""
+    """Chart the peak-memory GPU of each pipeline rank against a GPU's capacity."""
     stages = [f"stage {stage.stage}" for stage in memory.stages]
     parts = {
         part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages]
@@ -170,7 +165,7 @@ def memory_chart(memory: Memory) -> figure:
 
 
 def parts_chart(timeline: StepTimeline) -> figure:
-    """Per pipeline rank, where its step goes."""
+    """Chart the parts of each pipeline rank's step."""
     values = (
         [r.compute_seconds for r in timeline.ranks],
         [r.tensor_comm_seconds for r in timeline.ranks],
@@ -207,8 +202,10 @@ def _stacked(
     end: float,
     unit: str,
 ) -> figure:
-    """A bar a row, of the columns that have a colour. rows: the column with their names, from the
-    top."""
+    """Draw a stacked bar for each row, of the columns that have a colour.
+
+    rows: the column with the rows' names, from the top
+    """
     made = plot(
         "width",
         name=name,
@@ -226,7 +223,7 @@ def _stacked(
 
 
 def _capacity_line(capacity: float) -> Span:
-    """capacity: GiB."""
+    """Draw a GPU's capacity (GiB)."""
     return Span(
         location=capacity,
         dimension="height",
@@ -238,7 +235,7 @@ def _capacity_line(capacity: float) -> Span:
 
 
 def timeline_chart(timeline: StepTimeline) -> figure:
-    """Every pipeline rank's step; what is not drawn over the grey is idle."""
+    """Chart every pipeline rank's step; the grey background is idle time."""
     ranks = sampled_ranks(timeline, MOST_BARS)
     row = {rank: place for place, rank in enumerate(ranks)}
     made = plot(
@@ -286,12 +283,13 @@ def timeline_chart(timeline: StepTimeline) -> figure:
 def _bars_by_kind(
     timeline: StepTimeline, row: Mapping[int, int]
 ) -> Iterator[tuple[int, str, ColumnDataSource]]:
-    """(kind, its name, its bars) of each that there is. row: pipeline rank -> place from the
-    top."""
+    """Yield (kind, its name, its bars) of each kind in the timeline.
+
+    row: place from the top by pipeline rank
+    """
     bars = [bar for bar in timeline.bars if bar.rank in row]
     kinds = np.array([bar.kind for bar in bars], dtype=np.uint8)
-    # Messages stand lower than passes: they are short, and a row of them shall not hide what is
-    # computed.
+    # Messages are drawn lower than passes, so that they do not hide them.
     half = np.where(kinds == KINDS.index("messages"), 0.22, 0.4).astype(np.float32)
     centre = np.array([row[bar.rank] for bar in bars], dtype=np.float32)
     start = np.array([bar.start_seconds for bar in bars])
@@ -316,15 +314,15 @@ def _bars_by_kind(
 
 
 def space_chart(space: LayoutSpace, chosen_words: str, capacity_bytes: int) -> figure:
-    """Every layout by memory and step time, both logarithmic: the good ones are near the lower
+    """Chart every layout by memory and step time, both logarithmic; the best are near the lower
     left."""
     made = plot(
         name="space",
         height=460,
         x_axis_type="log",
         y_axis_type="log",
-        x_axis_label="peak memory of the fullest GPU, GiB",
-        y_axis_label="seconds a step",
+        x_axis_label="peak memory, GiB",
+        y_axis_label="step time, s",
     )
     for verdict in reversed(VERDICT_NAMES):
         points = [p for p in space.points if p.verdict == verdict]
@@ -385,7 +383,7 @@ def _space_source(points: Sequence[LayoutPoint], reasons: list[str]) -> ColumnDa
 
 
 def _draw_verdict(made: figure, verdict: str, points: Sequence[LayoutPoint]) -> None:
-    """The layouts of one verdict: those that run as filled dots."""
+    """Draw the layouts of one verdict; those that run are filled dots."""
     reasons = [
         (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned")
         for p in points
@@ -408,7 +406,7 @@ def _draw_verdict(made: figure, verdict: str, points: Sequence[LayoutPoint]) -> 
 
 
 def _doublings(values: Sequence[float]) -> FixedTicker:
-    """Of a logarithmic axis: every power of two, or of four where there would be many."""
+    """Return ticks of a logarithmic axis: every power of two, or of four where there are many."""
     first, last = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     stride = 1 if last - first <= 8 else 2
     return FixedTicker(
@@ -456,7 +454,7 @@ def loss_chart(run: MeasuredRun) -> figure:
 
 
 def _validation(made: figure, evaluations: Sequence[Evaluation]) -> HoverTool:
-    """The held-out data's curve: points, since there may be one or few."""
+    """Draw the held-out data's curve as points, since there may be few."""
     source = ColumnDataSource(
         {
             "step": [e.step for e in evaluations],
@@ -471,7 +469,7 @@ def _validation(made: figure, evaluations: Sequence[Evaluation]) -> HoverTool:
 
 
 def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
-    """What each step took, against the prediction."""
+    """Chart each step's seconds against the prediction."""
     made = plot(name="seconds", height=260, x_axis_label="step", y_axis_label="seconds")
     steps, seconds = [s.step for s in run.drawn], [s.step_seconds for s in run.drawn]
     drawn = made.scatter(
@@ -498,19 +496,18 @@ def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
     return made
 
 
-# The cluster as it stands: a cell a GPU, node by node, coloured by the group that it belongs
-# to.
+# The cluster map: a cell for each GPU, node by node, coloured by its group.
 
 
 AXES = tuple(axis.name for axis in rank_order_axes())
-ROWS_UP_TO = 8  # nodes: each is a row of its own, with its name; more are tiles
+ROWS_UP_TO = 8  # nodes with a named row each; more are drawn as tiles
 LABELLED_UP_TO = 128  # GPUs with their rank written in the cell
 GAP = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """columns x rows of nodes, each wide x high cells."""
+    """Lay out columns x rows of nodes, each wide x high cells."""
 
     columns: int
     rows: int
@@ -519,7 +516,7 @@ class Grid:
 
 
 def grid_of(nodes: int, gpus_per_node: int) -> Grid:
-    """About twice as wide as high, whatever the number of nodes."""
+    """Return a grid about twice as wide as high, for any number of nodes."""
     if nodes <= ROWS_UP_TO:
         return Grid(
             columns=1, rows=nodes, wide=min(gpus_per_node, 16), high=-(-gpus_per_node // 16)
@@ -531,7 +528,7 @@ def grid_of(nodes: int, gpus_per_node: int) -> Grid:
 
 
 def cluster_map(plan: Plan) -> figure:
-    """Of all islands, where the plan is of them; their layouts are the same."""
+    """Draw the cluster of all islands that the plan covers; their layouts are the same."""
     copies = max(1, len(plan.island_numbers))
     nodes, cells = plan.nodes * copies, len(plan.ranks) * copies
     grid = grid_of(nodes, plan.gpus_per_node)
@@ -581,7 +578,7 @@ def cluster_map(plan: Plan) -> figure:
 
 
 def _columns(plan: Plan, copies: int, grid: Grid) -> dict[str, object]:
-    """Of every cell: where it is drawn, and who it is. node: in its island."""
+    """Return the position and coordinates of every cell; node: inside its island."""
     island = np.repeat(np.arange(copies), len(plan.ranks))
 
     def each(name: str) -> np.ndarray:
@@ -616,7 +613,7 @@ def _label_cells(made: figure, source: ColumnDataSource) -> None:
 
 
 def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object, islands: int) -> HoverTool:
-    """A rank's place, groups, layers and bytes of parameters."""
+    """Create the tooltip of a rank: position, groups, layers and parameter bytes."""
     resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
     layers = CustomJSHover(args={"held": layer_ranges(plan)}, code="return held[value]")
     table = [
@@ -642,8 +639,8 @@ return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'
     )
 
 
-# A tap on one GPU shows all that it talks to: those that share two of its three coordinates, and
-# all three in the other islands, through the store.
+# A tap on one GPU selects its peers: GPUs that share two of its three coordinates, and in other
+# islands all three, through the store.
 PEERS = """
 const [tapped, ...others] = source.selected.indices
 if (tapped == null || others.length > 0) return
@@ -659,7 +656,8 @@ if (peers.length > 1) source.selected.indices = peers
 
 
 def layer_ranges(plan: Plan) -> list[str]:
-    """Per pipeline rank: "embedding ... model.layers.6"; two runs of layers under DualPipeV."""
+    """Return each pipeline rank's layers, "embedding ... model.layers.6"; two ranges under
+    DualPipeV."""
     out = []
     for pipeline in range(plan.strategy.pipeline):
         stages = [stage.layers for stage in plan.stages if stage.pipeline_rank == pipeline]

@@ -1,4 +1,4 @@
-"""The report's files, each written whole or not at all."""
+"""Write the report's files atomically."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from shardwright.utils.file_io import write_atomically
 
 
 def write_report(folder: Path, output: Path, trace: Path | None) -> list[tuple[Path, int]]:
-    """The files written, with their bytes. Errors: those of read_folder; SW3323 a file cannot be
-    written."""
+    """Write the report and return its files with their bytes.
+
+    Raises Refusal with read_folder's codes, or SW3323 where a file cannot be written.
+    """
     subject = read_folder(folder)
     for path in (output, trace):
         if path is not None and path.is_dir():
             raise _unwritable(path, "it is a folder")
     from shardwright.report.report_page import (
         render_page,
-    )  # Bokeh takes half a second: not before the folder is known good
+    )  # Bokeh takes half a second to import, so the folder is checked first
 
     page, timeline = render_page(subject)
     texts = [(output, page)]

@@ -1,4 +1,4 @@
-"""The page: figures of the plan as text, the charts as Bokeh's JSON, styles and scripts, all in one
+"""Render the page: the plan's numbers as text, charts as Bokeh's JSON, styles and scripts in one
 file."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ARTIFACTS: dict[str, str] = {
 
 
 def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
-    """The page's HTML, and the simulated step that it shows."""
+    """Return the page's HTML, and the simulated step that it shows."""
     plan = subject.plan
     timeline = step_timeline(subject.layout, plan.predicted.time)
     space = layout_space(
@@ -171,8 +171,8 @@ def _outer_cost(subject: CompiledFolder) -> IslandsCost | None:
 
 
 class PlanNumbers:
-    """Numbers of plan.json by their path in it, marked with it: `<data
-    data-key="predicted.time.mfu" value="0.4">`."""
+    """Mark numbers of plan.json with their path: `<data data-key="predicted.time.mfu"
+    value="0.4">`."""
 
     def __init__(self, document: JsonObject) -> None:
         self._document = document
@@ -188,7 +188,7 @@ class PlanNumbers:
         )
 
     def marked(self, key: str, text: str) -> Markup:
-        """A figure of the plan in words of the caller's."""
+        """Mark text of the caller with a number's path."""
         return self.shown(key, text.replace("{", "{{").replace("}", "}}"))
 
     def gib(self, key: str) -> Markup:
@@ -197,8 +197,12 @@ class PlanNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTotals:
-    """Of the whole training, in words. is_known: whether the steps are; is_plans: whether plan.json
-    has them, as it has not where the recipe counts epochs. cost: None without a price."""
+    """Describe the whole training in words.
+
+    is_known: the number of steps is known
+    is_plans: plan.json has the number of steps, which it lacks where the recipe counts epochs
+    cost: None without a price
+    """
 
     steps: str
     duration: str
@@ -209,7 +213,7 @@ class TrainingTotals:
 
 
 def training_in(subject: CompiledFolder) -> Training:
-    """Epochs are counted in steps once the data is prepared, and noted in the folder."""
+    """Return the training totals, with the steps of epochs as counted in the prepared folder."""
     plan = subject.plan
     if plan.training.epochs is None:
         return plan.predicted.training
@@ -231,7 +235,7 @@ def totals_of(subject: CompiledFolder, training: Training) -> TrainingTotals:
 
 
 def _set_aside(subject: CompiledFolder, space: LayoutSpace) -> list[str]:
-    """Faster layouts and why they are not the plan; none where the plan is not the best one."""
+    """List faster layouts and why they were rejected; none where the plan is not the best one."""
     is_best = bool(space.best) and space.best == subject.plan.strategy
     return (
         [rejected_faster_text(found) for found in space.rejected_faster_layouts] if is_best else []
@@ -239,24 +243,22 @@ def _set_aside(subject: CompiledFolder, space: LayoutSpace) -> list[str]:
 
 
 def _verdict(subject: CompiledFolder) -> tuple[str, str]:
-    """A word for how safe the memory is, and the sentence behind it."""
+    """Return a word for how safe the memory is, and a sentence that explains it."""
     memory = subject.plan.predicted.memory
-    left = (
-        f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the fullest one's memory is left"
-    )
+    left = f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the peak-memory GPU is free"
     known = subject.estimate.error.memory is not None
     if not memory.fits:
-        return "does not fit", "The fullest one is predicted to need more memory than it has."
+        return "does not fit", "A GPU is predicted to need more memory than it has."
     if not keeps_headroom(subject.recipe, memory):
         return (
             "tight",
-            f"{left}, less than {'what one prediction in twenty is off by' if known else KEPT}.",
+            f"{left}, less than {'the error of one prediction in twenty' if known else KEPT}.",
         )
-    return "fits", f"{left}, more than {'what 19 predictions of 20 are off by' if known else KEPT}."
+    return "fits", f"{left}, more than {'the error of 19 predictions in 20' if known else KEPT}."
 
 
 def _axis(plan: Plan, axis: str) -> JsonObject:
-    """The legend of one colouring of the cluster."""
+    """Return the legend of one colouring of the cluster."""
     degree: int = getattr(plan.strategy, axis)
     colors = group_colors(degree)
     noun = "stage" if axis == "pipeline" else f"{axis} rank"
@@ -283,7 +285,7 @@ def _palette(degree: int) -> JsonObject:
 
 
 def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
-    """Path, bytes, first digits of its sha256, what it is: of what `compile` wrote."""
+    """Yield the path, bytes, start of the sha256 and purpose of each file that `compile` wrote."""
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
         root = name.split("/")[0]
@@ -298,7 +300,7 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _plan_figures(plan: Plan) -> JsonObject:
-    """What of the plan a program may want to read off the page."""
+    """Return the plan's numbers that a program may read from the page."""
     document = plan_document(plan)
     return cast(
         JsonObject, {key: document[key] for key in ("name", "recipe_hash", "strategy", "predicted")}
@@ -306,6 +308,6 @@ def _plan_figures(plan: Plan) -> JsonObject:
 
 
 def _embedded(document: Mapping[str, object]) -> Markup:
-    """JSON for a script element: nothing in it can end the element."""
+    """Encode JSON for a script element, which nothing in it can end."""
     text = json.dumps(document, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))

@@ -1,5 +1,4 @@
-"""What a run left behind: its steps, how it ended, and what it measured against what was
-predicted."""
+"""Read a run's results: its steps, how it ended, and measured against predicted numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from shardwright.plan.plan import Plan
 from shardwright.utils.json_lines import rows_by_step
 
 WARM_UP_STEPS = 3
-"""The first steps allocate and compile: the median leaves them out where there are others."""
+"""Leaves the first steps, which allocate and compile, out of the median where there are others."""
 MOST_POINTS = 4_000
 
 
@@ -38,7 +37,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Of the held-out data after this step."""
+    """Hold the held-out loss after a step."""
 
     step: int
     loss: float
@@ -47,9 +46,12 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as
-    run/summary.json tells it; None where it does not. noise: what the gradient's noise scale says
-    of the batch; "" where it was not measured."""
+    """Hold a run's results.
+
+    drawn: at most MOST_POINTS of the steps, evenly spaced
+    peak_bytes: of the peak-memory rank (run/summary.json); None where it is missing
+    noise: the gradient noise scale in words; "" where it was not measured
+    """
 
     status: str
     cause: str
@@ -65,7 +67,7 @@ class MeasuredRun:
 
 
 def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
-    """None where no step was finished."""
+    """Read a run's results; None where no step was finished."""
     steps = list(rows_by_step(folder / METRICS_FILE, _step).values())
     if not steps:
         return None

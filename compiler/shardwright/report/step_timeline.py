@@ -1,5 +1,4 @@
-"""The planned step, instruction by instruction: what every pipeline rank does when, by the
-planner's own simulation."""
+"""Simulate the planned step: every instruction of every pipeline rank in time."""
 
 from __future__ import annotations
 
@@ -22,7 +21,11 @@ PASS_KINDS = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineBar:
-    """kind: an index of KINDS. stage, micro_batch: -1 where the bar is not a pass."""
+    """Time one bar.
+
+    kind: index of KINDS
+    stage, micro_batch: -1 where the bar is not a pass
+    """
 
     rank: int
     kind: int
@@ -38,8 +41,7 @@ class TimelineBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStepTimes:
-    """Where one pipeline rank's step goes; the parts add up to it. compute and tensor_comm: forward
-    and backward."""
+    """Split one pipeline rank's step; compute and tensor_comm cover forward and backward."""
 
     compute_seconds: float
     tensor_comm_seconds: float
@@ -52,11 +54,13 @@ class RankStepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeline:
-    """bars: of every pipeline rank, in order. ranks: their sums. simulated_seconds: where the bars
-    end.
+    """Hold the simulated step.
 
+    bars: of every pipeline rank, in order
+    ranks: the sums of each rank's bars
+    simulated_seconds: end of the last bar
     is_exact: the planner simulates this schedule, so the bars end at its step; else it bounds the
-    step.
+        step
     """
 
     bars: tuple[TimelineBar, ...]

@@ -185,7 +185,7 @@ class Session:
             self.plan, folder, resumes=bool(resume)
         )
         self.engine, self.device = self._trainer.engine, self._trainer.device
-        held = self._trainer.held()
+        held = self._trainer.parameter_shards()
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", rank_record(held, rank))
         check_parameters(self.plan, rank, held, self._trainer.transposed)
         self.data_rank = self.plan.ranks[rank].data

@@ -32,8 +32,8 @@ class InPieces:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def owned(self) -> Iterator[OwnedShard]:
-        for f in self._trainer.owned():
+    def owned_shards(self) -> Iterator[OwnedShard]:
+        for f in self._trainer.owned_shards():
             third = f.live.numel() // 3
             for first, numel in (
                 (2 * third, f.live.numel() - 2 * third),
@@ -65,22 +65,24 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[A
 def test_saved_and_read_in_pieces(trained: tuple[Any, Any, Path]) -> None:
     plan, trainer, folder = trained
     with torch.no_grad():
-        for number, f in enumerate(trainer.owned()):
+        for number, f in enumerate(trainer.owned_shards()):
             for place, values in enumerate(f.states.values()):
                 if place:  # the master stays the weight
                     values.copy_(torch.arange(values.numel()) + 1000.0 * number + place)
-    wanted = {f.name: {state: v.clone() for state, v in f.states.items()} for f in trainer.owned()}
+    wanted = {
+        f.name: {state: v.clone() for state, v in f.states.items()} for f in trainer.owned_shards()
+    }
     save_checkpoint(plan, folder, InPieces(trainer), 3)
     step = newest_checkpoint(folder)
     shards = [s for tensor in read_manifest(step).tensors.values() for s in tensor.shards]
     assert all([f.start for f in s] == sorted(f.start for f in s) and len(s) == 3 for s in shards)
     for reader in (InPieces(trainer), trainer):
         with torch.no_grad():
-            for f in trainer.owned():
+            for f in trainer.owned_shards():
                 for values in f.states.values():
                     values.zero_()
         assert load_checkpoint(plan, reader, step) == 3
-        for f in trainer.owned():
+        for f in trainer.owned_shards():
             assert all(
                 torch.equal(values, wanted[f.name][state]) for state, values in f.states.items()
             ), f.name

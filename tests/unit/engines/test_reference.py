@@ -84,12 +84,15 @@ def test_trains_as_a_plain_process(compiled: tuple[Case, Any, Any, Path], traine
 def test_what_a_checkpoint_holds(compiled: tuple[Case, Any, Any, Path], trainer: Any) -> None:
     """Masters and moments of what is trained, views of the live tensors; copied into, they are what
     trains next."""
-    fragments = {f.name: f for f in trainer.owned()}
+    fragments = {f.name: f for f in trainer.owned_shards()}
     trained = {
         name for name, f in fragments.items() if set(f.states) == {"fp32", "exp_avg", "exp_avg_sq"}
     }
     adapters = {name for name in fragments if ".lora_" in name}
-    assert trained == (adapters or set(fragments)) and fragments.keys() == trainer.held().keys()
+    assert (
+        trained == (adapters or set(fragments))
+        and fragments.keys() == trainer.parameter_shards().keys()
+    )
     name = min(trained)
     with torch.no_grad():
         fragments[name].states["fp32"].fill_(0.75)

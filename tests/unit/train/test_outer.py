@@ -75,7 +75,7 @@ class Toy:
     def __init__(self, value: float = 0.0, more: dict[str, torch.Tensor] | None = None) -> None:
         self.master, self.more = torch.full((COUNT,), value), more or {}
 
-    def owned(self) -> Iterator[OwnedShard]:
+    def owned_shards(self) -> Iterator[OwnedShard]:
         yield OwnedShard(
             name="w",
             shard_shape=(COUNT,),
@@ -93,7 +93,7 @@ class Toy:
 
 
 def read_toy(plan: Plan, trainer: Any, checkpoint: Path, names: tuple[str, ...]) -> set[str]:
-    [fragment] = trainer.owned()
+    [fragment] = trainer.owned_shards()
     for name in names:
         fragment.states[name].copy_(trainer.more[name])
     return set(names)
@@ -294,7 +294,7 @@ def test_a_checkpoint_loses_nothing(
         assert (told.step, told.done) == (newest, at)
     else:
         assert outer.before_save(at) is None
-    [fragment] = outer.trainer_with_states(at).owned()
+    [fragment] = outer.trainer_with_states(at).owned_shards()
     states = {name: values.clone() for name, values in fragment.states.items()}
     here.began = here.members.islands[0].start
     outer.leave(done=False)

@@ -119,7 +119,9 @@ def test_masters_that_are_not_the_trained_weights_are_not_saved(
     out = compiled({"training.precision": "bf16"})
     with pytest.raises(Refusal) as refused, open_session(out) as session:
         session.train(1)
-        next(f for f in session._trainer.owned() if "fp32" in f.states).states["fp32"][0] += 1.0
+        next(f for f in session._trainer.owned_shards() if "fp32" in f.states).states["fp32"][
+            0
+        ] += 1.0
     assert [d.code for d in refused.value.diagnostics] == ["SW6210"] and not saved(out)
 
 

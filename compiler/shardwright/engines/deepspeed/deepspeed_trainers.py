@@ -93,10 +93,10 @@ class DeepSpeedTrainer:
         self.plan, self.transposed = plan, transposed
         self.device = torch.device(get_accelerator().current_device_name())
 
-    def owned(self) -> Iterator[OwnedShard]:
+    def owned_shards(self) -> Iterator[OwnedShard]:
         return optimizer_shards(self.plan, self.engine)
 
-    def held(self) -> dict[str, ParameterShard]:
+    def parameter_shards(self) -> dict[str, ParameterShard]:
         return parameter_shards(self.engine.module)
 
     def counted(self) -> Iterator[nn.Parameter]:
@@ -450,7 +450,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     trainer.balance = balance
     CONTEXT_PARALLEL.use(context, model)
     if not resumes:
-        fill_fp32_masters(trainer.owned(), ShardReader(plan, weights, transposed))
+        fill_fp32_masters(trainer.owned_shards(), ShardReader(plan, weights, transposed))
     TENSOR_PARALLEL_RNG.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
 

@@ -199,7 +199,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
         load_parameter_ranges(found, shards.read)
     trainer = MegatronTrainer(plan, settings, chunks, found, shards)
     if not resumes:
-        fill_fp32_masters(trainer.owned(), shards)
+        fill_fp32_masters(trainer.owned_shards(), shards)
     return trainer
 
 
@@ -363,7 +363,7 @@ class MegatronTrainer:
 
         return out, loss
 
-    def owned(self) -> Iterator[OwnedShard]:
+    def owned_shards(self) -> Iterator[OwnedShard]:
         for piece in self.found:
             if not isinstance(piece.parameter, nn.Parameter):
                 yield self._untrained_shard(piece)
@@ -401,7 +401,7 @@ class MegatronTrainer:
             partitioned=False,
         )
 
-    def held(self) -> dict[str, ParameterShard]:
+    def parameter_shards(self) -> dict[str, ParameterShard]:
         """Without the rows that pad a vocabulary."""
         held: dict[str, ParameterShard] = {}
         for piece in (p for p in self.found if not p.is_buffer):

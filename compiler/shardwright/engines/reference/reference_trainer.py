@@ -95,14 +95,14 @@ class ReferenceTrainer:
             self.engine, self.loss_fn, m, self.plan.model.attention, self.device, self._dtype
         )
 
-    def owned(self) -> Iterator[OwnedShard]:
+    def owned_shards(self) -> Iterator[OwnedShard]:
         for name, p in named_parameters(self.plan, self.engine).items():
             states = self.optimizer.states(p) if p.requires_grad else {"value": p.detach()}
             yield _unsharded(name, p.detach(), states)
         for name, buffer in named_buffers(self.engine).items():
             yield _unsharded(name, buffer, {"value": buffer})
 
-    def held(self) -> dict[str, ParameterShard]:
+    def parameter_shards(self) -> dict[str, ParameterShard]:
         return {
             name: ParameterShard(
                 shape=tuple(p.shape),
