@@ -603,8 +603,7 @@ def _tensor_comm_seconds(
     )
 
     def idle(launched: Floats, collectives: Floats, moved: Floats, compute: Floats) -> Floats:
-        """Of each layer: how long the GPU waits for the host's launches, which bound both from
-        below, or are added."""
+        """Return how long each layer's GPU waits for the host's launches."""
         return collectives * host if added else np.maximum(0.0, launched * host - moved - compute)
 
     again_launched, launched = np.full(layers, float(partly)), ahead + gathers

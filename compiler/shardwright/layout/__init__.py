@@ -1,1 +1,1 @@
-"""A layout: the axes that split a run, a strategy along them, and what one is predicted to cost."""
+"""Describe layouts: the axes that split a run, a layout along them, and its predicted cost."""

@@ -1,5 +1,5 @@
-"""Which rows a rank trains on in which step. Every tensor and pipeline rank of a data rank sees the
-same batch."""
+"""Choose each step's sequences for a rank; tensor and pipeline ranks share their data rank's
+batch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from shardwright.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """input_ids, labels: (B, S) int64; labels are the inputs (the loss shifts them). position_ids:
-    (B, S) where documents are packed, else None. shifted: labels stand where they are predicted, as
-    in a piece of a row.
+    """Hold one micro-batch.
 
-    beside: what the forward of a model that sees takes beside the ids; None for other models.
-    blank: where no row of it has a picture, what the tower is shown. lengths: (B,) tokens of each
-    whole row before its padding; None where no row is padded.
+    input_ids, labels: (B, S) int64; labels are the inputs, which the loss shifts
+    position_ids: (B, S) where documents are packed, else None
+    shifted: labels are aligned with their predictions, as in a context-parallel shard
+    beside: a vision-language model's other inputs; None for other models
+    blank: the dummy image's inputs where no sequence has an image
+    lengths: (B,) tokens of each sequence before its padding; None without padding
     """
 
     input_ids: torch.Tensor
@@ -45,14 +46,15 @@ class MicroBatch:
 
     @property
     def predicted(self) -> int:
-        """Number of labels that the loss counts."""
+        """Count the labels of the loss."""
         return int(((self.labels if self.shifted else self.labels[:, 1:]) != IGNORE_INDEX).sum())
 
 
 class TrainingBatches:
-    """The rows of the dataset's order, shared out over the islands and the data ranks of each.
+    """Split the dataset's order over the islands and the data ranks of each.
 
-    waits: steps, the first one left out, whose pictures were not ready when they were asked for."""
+    waits: steps after the first whose images were not ready in time
+    """
 
     def __init__(
         self, plan: Plan, data: Dataset, sight: ImageProcessor | ContrastiveProcessor | None = None
@@ -70,9 +72,11 @@ class TrainingBatches:
         self.waits = 0
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
-        """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank)
-        * B, ... + B) of the island's part of the global batch: the k-th of equal parts is island
-        k's."""
+        """Return the micro-batches of `data_rank` in `step` (from 1).
+
+        Micro-batch m takes rows [(m * data + rank) * B, ... + B) of the island's part of the global
+        batch, which is split into equal parts by island.
+        """
         if self._thread is None:
             return self._build_micro_batches(step, data_rank)
         self.waits += self._ahead is not None and not self.ready(step, data_rank)
@@ -80,8 +84,7 @@ class TrainingBatches:
             self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
         )
         found = self._build_micro_batches(step, data_rank) if made is None else made
-        # Pictures of the next step are made ready while this one trains; of no more: they take
-        # memory.
+        # Prepare the next step's images while this one trains, and no more, to save memory.
         following = (step + 1, data_rank)
         self._ahead = (
             (following, self._thread.submit(self._build_micro_batches, *following))
@@ -91,7 +94,7 @@ class TrainingBatches:
         return found
 
     def ready(self, step: int, data_rank: int) -> bool:
-        """Whether micro_batches would not wait."""
+        """Return whether micro_batches returns without waiting."""
         return (
             self._ahead is not None
             and self._ahead[0] == (step, data_rank)
@@ -104,12 +107,13 @@ class TrainingBatches:
 
 
 class ValidationBatches:
-    """The share of a data rank of all held-out rows: as many micro-batches on each rank, so that
-    none waits for another; rows that only fill one up have no labels. Read anew at each pass: they
-    may be more than memory holds.
+    """Split the held-out sequences over data ranks, with equally many micro-batches on each.
 
-    at_once: micro-batches that go through the pipeline together; their number is a multiple of
-    it."""
+    Sequences that only fill up a micro-batch have no labels. Each pass reads the data again,
+    because it may exceed memory.
+
+    at_once: micro-batches that pass through the pipeline together; their number is a multiple of it
+    """
 
     def __init__(
         self,
@@ -135,7 +139,7 @@ class ValidationBatches:
         )
         self.at_once = at_once or len(self._numbers)
         self._packed, self._sight = uses_packing(plan), None
-        self.predicted = sum(m.predicted for m in self)  # without a look at the pictures
+        self.predicted = sum(m.predicted for m in self)  # does not decode images
         self._sight = sight
 
     def __len__(self) -> int:
@@ -151,8 +155,11 @@ class ValidationBatches:
 def build_image_processor(
     plan: Plan, folder: Path, rank: int | None = None
 ) -> ImageProcessor | ContrastiveProcessor | None:
-    """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a
-    run; pictures are decoded beside it, and those behind the first stage look at none."""
+    """Build the image processor of a vision-language model.
+
+    folder: a compiled folder or a checkpoint
+    rank: in a run; a process beside the rank decodes images, and only for the first stage
+    """
     part = next((part for part in all_data_sections(plan) if part.images is not None), None)
     if not plan.model.task_traits.has_images or part is None or part.images is None:
         return None
@@ -180,8 +187,10 @@ def build_image_processor(
 def _micro_batch(
     block: SequenceBatch, packed: bool, sight: ImageProcessor | ContrastiveProcessor | None = None
 ) -> MicroBatch:
-    """packed: with position ids, whether this block needs them or not: what crosses stages must not
-    change its form."""
+    """Build a micro-batch.
+
+    packed: add position ids even where this block needs none, because stages exchange fixed shapes
+    """
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
     if block.trained is not None:

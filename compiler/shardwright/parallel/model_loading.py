@@ -1,6 +1,5 @@
-"""The Hugging Face model and its first weights, and the one change of representation that every
-layout shares.
-"""
+"""Build the Hugging Face model and its first weights, with Conv1D replaced by Linear in every
+layout."""
 
 from __future__ import annotations
 
@@ -26,20 +25,23 @@ from shardwright.parallel.weight_files import WeightFiles, Weights
 from shardwright.parallel.weight_loader import EmptyWeights, LayerSeededWeights, empty_model
 from shardwright.plan.plan import Plan
 
-# The recipe's precisions as torch's types.
+# The recipe's precisions as torch dtypes.
 
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, row.torch_dtype) for name, row in FORMATS.items()
 }
 
-# The model's configuration, a compiled folder's or a checkpoint's own copy. No deepspeed: `export`
-# reads it too.
+# The model's configuration in a compiled folder or a checkpoint. `export` reads it without
+# deepspeed.
 
 
 def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
-    """Runs the model's own code where it has some: who runs a compiled folder trusts what is in it,
-    and the commands that take a stranger's folder ask first (trust.py). Raises Refusal: SW6008."""
+    """Load the configuration, with the model's own code where it has some. Raises Refusal with
+    SW6008.
+
+    Whoever runs a compiled folder trusts its code; commands that take another folder ask first.
+    """
     if plan.model.remote_code is not None:
         _register_own_code(plan, (folder / plan.model.config_file).parent)
     document = decode_special_floats(
@@ -59,27 +61,25 @@ def _register_own_code(plan: Plan, folder: Path) -> None:
         raise refusal(
             "SW6008",
             f"the model's own code in {str(folder)!r} cannot be used: {why}",
-            "Compile the recipe again; what is in model/ is not to be edited.",
+            "Compile the recipe again, and do not edit the files in model/.",
         ) from None
 
 
 EXACT_PARAMETERS = 10_000_000_000
-"""Up to here a random model is drawn as Hugging Face draws it; larger ones layer by layer, the same
-in every layout."""
+"""Limits the size up to which random weights equal Hugging Face's; larger models are initialized
+layer by layer, equal in every layout."""
 
 
 def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, Weights]:
-    """Collective. The model without storage, in training mode, and what fills it: nothing where a
-    checkpoint will.
+    """Return the model without storage, in training mode, and its weights. Collective.
 
-    "random" is exactly what a plain process gets from `torch.manual_seed(seed)` and `from_config`,
-    up to EXACT_PARAMETERS. Raises Refusal: SW6211.
+    The weights are empty where a checkpoint follows. "random" equals `torch.manual_seed(seed)` and
+    `from_config` of one process, up to EXACT_PARAMETERS. Raises Refusal with SW6211.
     """
     use_grouped_mm_where_it_fits()
     config = load_config(plan, folder)
     model = empty_model(config, plan.model.attention, plan.model.task)
-    # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink
-    # these.
+    # ZeRO's flat optimizer treats a missing gradient as zero, so weight decay would shrink these.
     for name, parameter in model.named_parameters():
         if plan.model.is_frozen(name):
             parameter.requires_grad_(False)
@@ -108,13 +108,16 @@ def _pretrained(plan: Plan, config: PretrainedConfig, model: PreTrainedModel) ->
             files.check(name, tuple(parameter.shape))
     missing = [names[0] for names in by_tensor.values() if not stored & set(names)]
     if missing:
-        raise files.refusal(f"they hold no {missing[0]} (and {len(missing) - 1} more)")
+        raise files.refusal(f"{missing[0]} and {len(missing) - 1} more tensors are missing")
     return files
 
 
 def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
-    """One process a host draws the whole model, as only the whole sequence of draws gives Hugging
-    Face's numbers, and the host's other ranks read their slices from its file."""
+    """Initialize the whole model in one process a host, and share its file with the host's other
+    ranks.
+
+    Only the whole sequence of random numbers gives Hugging Face's values.
+    """
     if plan.model.total_parameters > EXACT_PARAMETERS:
         return LayerSeededWeights(model, plan.model.cut.stack, plan.training.seed)
     mine = plan.ranks[dist.get_rank()]
@@ -134,15 +137,17 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
     files = WeightFiles(drawn, None)
     dist.barrier()
     if mine.slot == 0:
-        shutil.rmtree(drawn)  # it is mapped by every rank that needs it
+        shutil.rmtree(drawn)  # every rank has mapped the file by now
     return files
 
 
 def scalars_to_vectors(model: nn.Module) -> None:
-    """A parameter without a dimension (CLIP's logit_scale) gets one of length 1: DeepSpeed
-    broadcasts parameters by a view of their bytes and multiplies gradients by a vector
-    (runtime/engine.py, _broadcast_model; runtime/utils.py, clip_grad_norm_). Of a model that has no
-    memory yet; `export` writes it without again."""
+    """Give a parameter without a dimension (CLIP's logit_scale) one of length 1.
+
+    DeepSpeed broadcasts parameters by a view of their bytes and multiplies gradients by a vector
+    (runtime/engine.py, _broadcast_model; runtime/utils.py, clip_grad_norm_). The model has no
+    storage yet; `export` removes the dimension again.
+    """
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim == 0:
@@ -153,17 +158,16 @@ def scalars_to_vectors(model: nn.Module) -> None:
 
 
 def conv1d_names(model: nn.Module) -> frozenset[str]:
-    """Weights that GPT-2's Conv1D holds as (in, out)."""
+    """Return the weights that GPT-2's Conv1D holds as (in, out)."""
     return frozenset(
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)
     )
 
 
 def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
-    """Replaces GPT-2's Conv1D (weight: in x out) by Linear (out x in), so that one layout serves
-    every engine.
+    """Replace GPT-2's Conv1D (weight: in x out) by Linear (out x in), one layout for every engine.
 
-    Returns the names of the weights that it turned round.
+    Returns the names of the transposed weights.
     """
     transposed_names = []
     for name, module in list(model.named_modules()):
@@ -171,7 +175,7 @@ def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
             transposed_names.append(f"{name}.weight")
             with torch.device("meta"):
                 linear = nn.Linear(module.weight.shape[0], module.weight.shape[1])
-            # Without its memory yet: materialize.Filler turns round what it reads.
+            # The parameter has no storage yet; WeightLoader transposes what it reads.
             linear.weight = nn.Parameter(
                 module.weight.detach().t(), requires_grad=module.weight.requires_grad
             )

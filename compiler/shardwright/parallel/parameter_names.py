@@ -1,5 +1,5 @@
-"""A rank's parameters and persistent buffers by Hugging Face's names, under adapters and in a
-pipeline's pieces."""
+"""Name a rank's parameters and buffers as Hugging Face does, with adapters and in pipeline
+stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.plan.plan import Plan
 
 
 def set_padding(parameter: nn.Parameter) -> None:
-    """It is no part of the model: an engine's optimizer wants it."""
+    """Mark a parameter that an engine's optimizer needs and the model does not have."""
     setattr(parameter, "is_padding", True)  # noqa: B010
 
 
@@ -20,7 +20,7 @@ def is_padding(parameter: nn.Parameter) -> bool:
 
 
 def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Of this rank, by one name each: of tied parameters the name that the plan lists, on every
+    """Return this rank's parameters by one name each; a tied one has the plan's name on every
     stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     named = unique_parameters(
@@ -30,10 +30,8 @@ def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent ones of this rank, by Hugging Face name."""
-    run_in_pieces = hasattr(
-        module, "stage_id"
-    )  # of a pipeline, whose names begin with the piece's number
+    """Return this rank's persistent buffers, by Hugging Face name."""
+    run_in_pieces = hasattr(module, "stage_id")  # names in a pipeline begin with the layer's number
     found = {}
     for path, owner in module.named_modules():
         for leaf, buffer in owner.named_buffers(recurse=False):

@@ -1,4 +1,5 @@
-"""One module of the plan's map: its parameters cut in place, its forward made to communicate."""
+"""Apply the plan's tensor-parallel map: shard each module's parameters in place and wrap its
+forward."""
 
 from __future__ import annotations
 
@@ -23,23 +24,15 @@ from shardwright.parallel.tensor_parallel_collectives import (
     slice_for_rank,
 )
 
-# Tensor parallelism: the plan's map, applied to the Hugging Face model. One mechanism for both
-# engines.
-#
-# `split.split_module` slices a module's parameters as the map says and makes the module communicate
-# by its style. Every tensor that enters or leaves a parallel region does so in `regions`.
+# Attention modules with head counts as attributes, which become the rank's share.
 
-# Attention modules that keep their head counts as attributes work on their share of them.
-
-
-# Arguments that hold a value for every head: name -> the heads' dimension. ALiBi joins batch and
-# heads in dimension 0.
+# The heads' dimension of arguments with a value for every head. ALiBi joins batch and heads in
+# dimension 0.
 HEAD_ARGUMENTS: dict[str, int] = {"alibi": 0, "position_bias": 0, "attention_mask": 1}
 
 
 def shard_attention_heads(model: nn.Module, module: nn.Module, rank: int, degree: int) -> None:
-    """Edits the attributes in place; arguments that hold a value for every head are cut when they
-    come in."""
+    """Set the head counts to the rank's share, and slice arguments with a value for every head."""
     config: Any = model.config
     heads, key_value_heads = head_counts(module, config.get_text_config())
     own, own_key_value = heads // degree, max(1, key_value_heads // degree)
@@ -76,14 +69,14 @@ def _own_heads(name: str, x: Any, heads: int, rank: int, degree: int) -> Any:
     return split.narrow(dimension + 1, rank * own, own).flatten(dimension, dimension + 1)
 
 
-# The input embedding cut by vocabulary, and the head's logits that follow from it.
+# The input embedding, sharded by vocabulary, and the head's logits.
 
 
 def shard_embedding_lookup(
     module: nn.Module, table: ParameterSharding, group: dist.ProcessGroup
 ) -> None:
-    """Each rank looks up the ids whose rows it holds, with the embedding's own forward (scale,
-    norm); the sum is whole.
+    """Look up the ids of the rank's vocabulary shard with the embedding's own forward, and sum over
+    ranks.
 
     padding_idx keeps its meaning (no gradient for that row) on the rank that holds it.
     """
@@ -93,7 +86,7 @@ def shard_embedding_lookup(
         local = padding - first if first <= padding < first + held else None
         setattr(module, "padding_idx", local)  # noqa: B010
     for name, parameter in module.named_parameters():
-        if name != "weight":  # a norm behind the lookup sees one rank's tokens only
+        if name != "weight":  # a norm after the lookup gets one rank's tokens only
             all_reduce_gradient(parameter, group)
     inner = module.forward
 
@@ -105,10 +98,7 @@ def shard_embedding_lookup(
     module.forward = forward
 
 
-# What a module communicates, by style: its forward is wrapped on the instance, its class stays as
-# it is.
-#
-# The parameters are cut before (split.py).
+# Communication by style: the forward is wrapped on the instance, after its parameters are sharded.
 
 
 def wrap_forward(
@@ -118,7 +108,12 @@ def wrap_forward(
     held: dict[str, ParameterSharding],
     group: dist.ProcessGroup,
 ) -> None:
-    """held: the module's own parameters. Raises RuntimeError for a style that nobody lowers."""
+    """Wrap a module's forward with its style's communication.
+
+    held: the module's own parameters
+
+    Raises RuntimeError for a style without an implementation.
+    """
     module = model.get_submodule(path)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
@@ -178,9 +173,9 @@ def wrap_forward(
         case "vocabulary_embedding":
             shard_embedding_lookup(module, held["weight"], group)
         case "packed_rowwise" | "local_params" | "replicated":
-            pass  # the parameters' own cuts are all there is
+            pass  # sharded parameters suffice
         case unknown:
-            raise RuntimeError(f"{path}: no lowering for the tensor-parallel style {unknown!r}")
+            raise RuntimeError(f"{path}: unknown tensor-parallel style {unknown!r}")
 
 
 def _wrap_inputs_and_output(
@@ -189,8 +184,10 @@ def _wrap_inputs_and_output(
     enter: Callable[[torch.Tensor], torch.Tensor] | None = None,
     leave: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """`enter` on each floating tensor among the arguments, `leave` on the output (of a tuple, its
-    first entry)."""
+    """Apply `enter` to each floating tensor among the arguments, and `leave` to the output.
+
+    A tuple's first entry is the output.
+    """
     inner = module.forward
 
     def entered(x: Any) -> Any:
@@ -206,7 +203,7 @@ def _wrap_inputs_and_output(
 
 
 def _add_bias_once(module: nn.Module, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The module's own forward without its bias; the bias behind the all-reduce."""
+    """Run the module's forward without its bias, and add the bias after the all-reduce."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -226,8 +223,7 @@ def _add_bias_once(module: nn.Module, leave: Callable[[torch.Tensor], torch.Tens
 def _divide_replicated_parameters(
     module: nn.Module, held: dict[str, ParameterSharding], group: dist.ProcessGroup
 ) -> None:
-    """A whole parameter inside a partial sum (an expert's output bias): each rank adds its share of
-    it."""
+    """Divide a replicated parameter inside a partial sum (an expert's output bias) by the ranks."""
     whole = [leaf for leaf, split in held.items() if split.dimension is None]
     if not whole:
         return
@@ -249,16 +245,18 @@ def _divide_replicated_parameters(
 def _rank_query_slices(
     model: nn.Module, path: str, features: int, rank: int, degree: int
 ) -> tuple[tuple[int, int], ...]:
-    """Fused query heads and one key/value head: the rank's own query heads, and the whole key and
-    value."""
+    """Return the rank's slices of fused query heads and one key/value head, which stays
+    unsharded."""
     attention: Any = model.get_submodule(path.rpartition(".")[0])
     queries = features - 2 * attention.head_dim
     return ((queries // degree * rank, queries // degree), (queries, 2 * attention.head_dim))
 
 
 def _rotary_width(model: nn.Module, path: str) -> int:
-    """Of multi-head latent attention: the last features of this projection go to every head, past
-    kv_b_proj."""
+    """Return the rotary width of multi-head latent attention's projection.
+
+    These last features go to every head, without kv_b_proj.
+    """
     parent: Any = model.get_submodule(path.rpartition(".")[0])
     config: Any = model.config
     return int(
@@ -272,7 +270,7 @@ def _copy_rotary_to_region(y: torch.Tensor, rotary: int, group: dist.ProcessGrou
 
 
 class TensorSplitter:
-    """Applies the map's modules, one by one, to a whole Hugging Face model."""
+    """Apply the map's modules, one by one, to an unsharded Hugging Face model."""
 
     def __init__(
         self,
@@ -281,12 +279,15 @@ class TensorSplitter:
         transposed: frozenset[str],
         group: dist.ProcessGroup,
     ) -> None:
-        """transposed: weights that are held the other way round than the map has them
-        (weights.conv1d_to_linear)."""
+        """Prepare the split.
+
+        transposed: names of weights that are stored transposed to the map's
+            (model_loading.conv1d_to_linear)
+        """
         self.model, self.transposed, self.group = model, transposed, group
         self._rank = dist.get_rank(group)
         self._listed = {split.module for split in modules}
-        # By the tensor and not by its name: a tied one has several.
+        # Keyed by tensor, because a tied one has several names.
         self._planned = {
             id(model.get_parameter(p.name)): p for split in modules for p in split.parameters
         }
@@ -297,8 +298,7 @@ class TensorSplitter:
         self._cut_already: set[int] = set()
 
     def split(self, split: ModuleSharding) -> None:
-        """Raises RuntimeError where the result is not what the plan says: never train on a split
-        nobody planned."""
+        """Shard a module. Raises RuntimeError where the result differs from the plan."""
         module = self.model.get_submodule(split.module)
         held = self._held(module)
         tensors = [p for p in module.parameters(recurse=False) if id(p) in self._planned]
@@ -309,13 +309,13 @@ class TensorSplitter:
             other = self.model.get_submodule(path)
             if path not in self._listed and type(other) is type(
                 module
-            ):  # a twin with the same, cut, tensor
+            ):  # a tied module with the same sharded tensor
                 wrap_forward(self.model, path, split.style, self._held(other), self.group)
         for planned in split.parameters:
             self._check(self.model.get_parameter(planned.name), planned)
 
     def _held(self, module: nn.Module) -> dict[str, ParameterSharding]:
-        """The module's own parameters: leaf name -> split."""
+        """Return the sharding of the module's own parameters, by leaf name."""
         own = module.named_parameters(recurse=False)
         return {leaf: self._planned[id(p)] for leaf, p in own if id(p) in self._planned}
 
@@ -329,8 +329,8 @@ class TensorSplitter:
             for start, length in planned.shard_ranges(self._rank)
         ]
         parameter.data = torch.cat(parts, dim=dimension).contiguous()
-        # Megatron's mark, which DeepSpeed reads: the gradient norm counts what carries it on every
-        # rank, and all else on the first. Copies of a shard count once.
+        # DeepSpeed reads Megatron's mark: the gradient norm counts marked parameters on every rank,
+        # and others on the first. Copies of a shard count once.
         setattr(parameter, "tensor_model_parallel", self._rank % planned.copies == 0)  # noqa: B010
         if planned.copies > 1:
             all_reduce_gradient_of_copies(parameter, planned.copies, self.group)
@@ -343,4 +343,4 @@ class TensorSplitter:
             )
         counted = planned.dimension is not None and self._rank % planned.copies == 0
         if bool(getattr(parameter, "tensor_model_parallel", False)) != counted:
-            raise RuntimeError(f"{planned.name} would be counted wrongly in the gradient norm")
+            raise RuntimeError(f"the gradient norm would count {planned.name} wrongly")

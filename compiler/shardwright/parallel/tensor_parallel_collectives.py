@@ -1,9 +1,9 @@
-"""The borders of a tensor-parallel region: the only collectives of a layer, forward and backward.
+"""Run the collectives at the borders of a tensor-parallel region, forward and backward.
 
-A column region is entered with a tensor that every rank has whole; its gradient is the sum of the
-ranks' shares. A row region is left with a partial sum; its gradient is whole already. DeepSpeed's
-own functions (module_inject/layers.py) lose the all-reduce of a non-contiguous tensor and return
-their input as it is, which a model must not write into; so these are ours.
+A column region is entered with a replicated tensor, whose gradient is the sum of the ranks' shares.
+A row region is left with a partial sum, whose gradient is replicated already. DeepSpeed's own
+functions (module_inject/layers.py) lose the all-reduce of a non-contiguous tensor, and return their
+input itself, which a model must not write into.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from torch import distributed as dist
 
 from shardwright.plan.plan import Plan
 
-# Random numbers under tensor parallelism: whole tensors see one stream, cut tensors one stream a
-# rank.
-#
-# Tensor ranks share the seed, so dropout on a tensor that each of them holds whole drops the same
-# elements everywhere. Between a column-parallel layer and the row-parallel one behind it a rank
-# works
-# on features of its own; there it draws from a stream that is seeded by one number of the shared
-# stream and its tensor rank. No state of its own survives the region, so recomputation and resume,
-# which restore the shared stream, reproduce it without knowing of it.
+# Random numbers under tensor parallelism. Tensor ranks share the seed, so dropout on a replicated
+# tensor drops the same elements everywhere. Between a column-parallel layer and the next
+# row-parallel one, a rank has features of its own. It then draws from a stream seeded by one number
+# of the shared stream and its tensor rank. This stream ends with the region, so recomputation and
+# resume, which restore the shared stream, reproduce it.
 
 
 class TensorParallelRng:
-    """The default generators' switch; one a process, as they are."""
+    """Switch the default generators between the shared stream and the rank's own; one a process."""
 
     def __init__(self) -> None:
         self._tensor_rank: int | None = None
         self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def use(self, tensor_rank: int | None) -> None:
-        """None (the default) switches it off: without dropout nothing is random."""
+        """Switch the own streams on for a tensor rank; None (the default) switches them off."""
         self._tensor_rank, self._shared = tensor_rank, None
 
     def enter(self) -> None:
-        """A column-parallel layer was passed. A second one (query, key, value) changes nothing. An
-        evaluation drops nothing out, and must draw nothing: the steps behind it would draw other
-        numbers."""
+        """Start the rank's own stream after a column-parallel layer; a second one changes nothing.
+
+        An evaluation has no dropout and must draw nothing, because later steps would draw other
+        numbers.
+        """
         if self._tensor_rank is None or self._shared is not None or not torch.is_grad_enabled():
             return
         seed = int(torch.randint(2**62, ()))
@@ -51,7 +49,7 @@ class TensorParallelRng:
         torch.manual_seed(seed + self._tensor_rank)
 
     def leave(self) -> None:
-        """A row-parallel layer was reached: what comes behind it is whole again."""
+        """Return to the shared stream at a row-parallel layer."""
         if self._shared is None:
             return
         cpu, gpu = self._shared
@@ -62,8 +60,7 @@ class TensorParallelRng:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Recomputation starts outside any region and may stop inside one, as soon as it has what
-        it needs."""
+        """Recompute from outside any region; recomputation may stop inside one."""
         before, self._shared = self._shared, None
         try:
             yield
@@ -75,7 +72,7 @@ TENSOR_PARALLEL_RNG = TensorParallelRng()
 
 
 def seed_dropout(plan: Plan, rank: int) -> None:
-    """Data ranks and stages differ; the tensor ranks of one model copy share the seed."""
+    """Seed dropout: data ranks and stages differ, tensor ranks of one model copy share the seed."""
     at = plan.ranks[rank]
     shards = plan.strategy.zero_world_size
     torch.manual_seed(
@@ -106,7 +103,8 @@ class _ReduceFromTensorRegion(torch.autograd.Function):
 
 
 class _GatherFromTensorRegion(torch.autograd.Function):
-    """The ranks' slices of the last dimension, joined; each rank's gradient is its own slice."""
+    """Concatenate the ranks' slices of the last dimension; each rank's gradient is its own
+    slice."""
 
     @staticmethod
     def forward(
@@ -128,14 +126,14 @@ class _GatherFromTensorRegion(torch.autograd.Function):
 
 
 def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A contiguous copy of x, summed over the group."""
+    """Return a contiguous copy of x, summed over the group."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 class _EnteredTensor(NamedTuple):
-    """versions: of both tensors; a tensor that was written into is another one."""
+    """Hold a tensor that entered a region; versions tell whether either tensor was written into."""
 
     group: dist.ProcessGroup
     x: torch.Tensor
@@ -144,13 +142,15 @@ class _EnteredTensor(NamedTuple):
 
 
 _LAST_ENTERED: list[_EnteredTensor] = []
-"""The tensor that entered a region last, until its backward pass begins."""
+"""Holds the tensor that entered a region last, until its backward pass begins."""
 
 
 def copy_to_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Identity forward, all-reduce of the gradient backward: one, however many modules take the
-    same tensor one after another, as queries, keys and values do. Their gradients are added up
-    before it."""
+    """Return x unchanged; all-reduce its gradient in the backward pass.
+
+    Modules that take the same tensor in turn, as queries, keys and values do, add up their
+    gradients and share one all-reduce.
+    """
     if not torch.is_grad_enabled():
         return _CopyToTensorRegion.apply(x, group)
     for last in _LAST_ENTERED:
@@ -163,14 +163,14 @@ def copy_to_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 
 def mark_sharded_features(y: torch.Tensor) -> torch.Tensor:
-    """y, features that this rank alone holds: dropout draws from the rank's own stream until a row
-    region is left."""
+    """Return y, features of this rank alone; dropout draws from the rank's own stream until a
+    row region."""
     TENSOR_PARALLEL_RNG.enter()
     return y
 
 
 def reduce_from_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-reduce forward, identity backward."""
+    """All-reduce forward; pass the gradient unchanged backward."""
     TENSOR_PARALLEL_RNG.leave()
     return _ReduceFromTensorRegion.apply(x, group)
 
@@ -178,24 +178,23 @@ def reduce_from_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torc
 def gather_from_tensor_region(
     x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """(..., own width) -> (..., sum of sizes) on every rank."""
+    """Gather (..., own width) to (..., sum of sizes) on every rank."""
     return _GatherFromTensorRegion.apply(x, sizes, group)
 
 
 def slice_for_rank(
     x: torch.Tensor, pieces: tuple[tuple[int, int], ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The rank's own (start, length) slices of a tensor that every rank has whole; the whole
-    gradient backward."""
+    """Take the rank's own (start, length) slices of a replicated tensor; all-gather the gradient
+    backward."""
     entered = copy_to_tensor_region(x, group)
     return torch.cat([entered.narrow(-1, start, length) for start, length in pieces], dim=-1)
 
 
 def all_reduce_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup) -> None:
-    """A whole parameter that each rank applies to its own heads: its gradient is the sum over the
-    ranks.
+    """Sum the gradient of a replicated parameter that each rank applies to its own heads.
 
-    On the tensor, once per backward: a hook on the accumulated .grad would sum earlier
+    A tensor hook runs once per backward pass; a hook on the accumulated .grad would sum earlier
     micro-batches again.
     """
     if parameter.requires_grad:
@@ -205,10 +204,10 @@ def all_reduce_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup)
 def all_reduce_gradient_of_copies(
     parameter: torch.nn.Parameter, copies: int, group: dist.ProcessGroup
 ) -> None:
-    """A shard that `copies` consecutive ranks hold: its gradient is the sum over these.
+    """Sum the gradient of a shard over the `copies` consecutive ranks that hold it.
 
-    One all-reduce of all shards in the tensor group, each in its own row: a group of the copies'
-    own would have to be made by all ranks of the world at the same moment.
+    One all-reduce in the tensor group carries all shards, each in a row of its own. A process group
+    of the copies would need all ranks of the world to create it.
     """
     rank, shards = dist.get_rank(group), dist.get_world_size(group) // copies
 
@@ -222,8 +221,7 @@ def all_reduce_gradient_of_copies(
         parameter.register_hook(summed)
 
 
-# Cross-entropy over logits whose vocabulary is cut over the tensor ranks: no rank ever holds a
-# whole row.
+# Cross-entropy over a vocabulary that is sharded over the tensor ranks.
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -244,7 +242,7 @@ class _CrossEntropy(torch.autograd.Function):
         place = (target - first).masked_fill(~here, 0).unsqueeze(-1)
         own = (
             shifted.gather(-1, place).squeeze(-1).masked_fill(~here, 0.0)
-        )  # 0 on the ranks that do not hold it
+        )  # 0 on ranks without the target's logit
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), own])
         dist.all_reduce(sums, group=group)
@@ -269,10 +267,11 @@ def vocabulary_parallel_cross_entropy(
     ignored: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """logits (..., V of this rank), target (...) ids of the whole vocabulary -> (...) fp32 losses,
-    0 where `ignored`.
+    """Return fp32 losses (...) of logits (..., V of this rank) and target ids (...), 0 where
+    `ignored`.
 
-    first: the vocabulary's id of this rank's first logit. Computed in fp32; the gradient has the
-    logits' type.
+    The gradient has the logits' dtype.
+
+    first: the vocabulary id of this rank's first logit
     """
     return _CrossEntropy.apply(logits, target, first, ignored, group)

@@ -1,4 +1,4 @@
-"""Tensors of a model, read by slices out of safetensors files in Hugging Face's format."""
+"""Read slices of a model's tensors from safetensors files in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ _EXACT_IN = {
 _OTHER_FILES = re.compile(r"(adapter_model|consolidated).*\.safetensors")
 
 SliceRange = tuple[int, int, int]
-"""(dimension, start, length)."""
+"""Holds (dimension, start, length)."""
 
 
 class Weights(Protocol):
-    """Where initial weights come from; names and layout are Hugging Face's."""
+    """Provide initial weights under Hugging Face's names and layout."""
 
     def names(self) -> Iterable[str]: ...
 
     def read(self, name: str, range_: SliceRange | None) -> torch.Tensor:
-        """A part of the tensor along one dimension, or all of it."""
+        """Read a slice of the tensor along one dimension, or all of it."""
 
     def may_round(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether the tensor is stored in a type that dtype may round."""
+        """Return whether the tensor's stored type loses bits in dtype."""
 
 
 class WeightFiles:
-    """A folder of safetensors files. What the model's type stores in another form (an expert a
-    tensor) is put together as from_pretrained does, one of the model's tensors at a time;
-    everything else is read by slices.
+    """Read a folder of safetensors files by slices.
+
+    A tensor that the model type stores in another form (one tensor an expert) is converted as
+    from_pretrained does, one of the model's tensors at a time.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel | None) -> None:
-        """model: whose parameters they are, on any device; None where the files have its own names.
-        Raises Refusal: SW6211."""
+        """Open the files. Raises Refusal with SW6211.
+
+        model: owner of the parameters, on any device; None where the files use its names
+        """
         self.folder = folder
         self.read_bytes = 0
         self._files: dict[str, Any] = {}
@@ -69,7 +72,7 @@ class WeightFiles:
         return (*self._direct, *self._converted)
 
     def read(self, name: str, range_: SliceRange | None) -> torch.Tensor:
-        """Raises Refusal: SW6219 for a parameter that is not finite."""
+        """Read a parameter. Raises Refusal with SW6219 where it is not finite."""
         if name in self._converted:
             whole = self._convert(name)
             tensor = whole if range_ is None else whole.narrow(*range_)
@@ -88,13 +91,13 @@ class WeightFiles:
         return not kinds <= set(_EXACT_IN[dtype])
 
     def _keys(self, name: str) -> list[str]:
-        """Of the files, those that the tensor is made of."""
+        """Return the file keys that the tensor is made from."""
         converted = self._converted.get(name)
         return [self._direct[name]] if converted is None else [key for key, _ in converted.sources]
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises Refusal unless the files hold the parameter in this shape, in a type that can be
-        trained."""
+        """Raise Refusal unless the files hold the parameter in this shape and in a type that can
+        be trained."""
         converted, keys = self._converted.get(name), self._keys(name)
         for key in keys:
             kind = self._open(self._where[key]).get_slice(key).get_dtype()
@@ -106,7 +109,7 @@ class WeightFiles:
             self._open(self._where[keys[0]]).get_slice(keys[0]).get_shape()
         )
         if found != shape:
-            raise self.refusal(f"{name} has the shape {found} in them, the model's is {shape}")
+            raise self.refusal(f"shape mismatch for {name}: files {found}, model {shape}")
 
     def _file_names(self) -> list[str]:
         try:
@@ -117,7 +120,7 @@ class WeightFiles:
         except (OSError, ValueError) as error:
             raise self.refusal(f"{INDEX} cannot be read ({error})") from None
         if not files:
-            raise self.refusal("there is no safetensors file in it")
+            raise self.refusal("the folder has no safetensors file")
         return files
 
     def refusal(self, why: str) -> Refusal:
@@ -135,7 +138,7 @@ class WeightFiles:
             try:
                 self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
-                raise self.refusal(f"{file} is missing or not whole ({error})") from None
+                raise self.refusal(f"{file} is missing or incomplete ({error})") from None
         return self._files[file]
 
     def _slice(self, key: str, range_: SliceRange | None) -> torch.Tensor:
@@ -149,7 +152,7 @@ class WeightFiles:
         return tensor  # type: ignore[no-any-return]
 
     def _map(self, model: PreTrainedModel) -> None:
-        """As from_pretrained renames, puts together and de-quantises."""
+        """Rename, merge and dequantize tensors as from_pretrained does."""
         self._model, self._quantizer = model, dequantizer(self._config())
         found = map_keys(model, self._where, self._quantizer)
         self._direct = dict(found.direct)
@@ -159,12 +162,12 @@ class WeightFiles:
             except (
                 Exception
             ) as error:  # of transformers' own operations, on a set of tensors that is not whole
-                raise self.refusal(f"{conversion.first} cannot be put together ({error})") from None
+                raise self.refusal(f"{conversion.first} cannot be assembled ({error})") from None
             for name, tensor in made.items():
                 self._converted[name], self._shapes[name] = conversion, tuple(tensor.shape)
 
     def _config(self) -> JsonObject:
-        """Of the weights themselves: what the plan holds says nothing of how they are stored."""
+        """Return the configuration beside the weights, which tells how they are stored."""
         try:
             config = parse_json(read_regular_file(self.folder / "config.json"))
         except (OSError, ValueError):
@@ -176,7 +179,8 @@ class WeightFiles:
         return meta_tensor(lazy.get_shape(), lazy.get_dtype())
 
     def _convert(self, name: str) -> torch.Tensor:
-        """The last conversion stays: a fused tensor gives several of the model's."""
+        """Convert a tensor; the last conversion is memoized, because a fused tensor gives
+        several."""
         conversion = self._converted[name]
         if self._last[0] != conversion.first:
             self._last = (

@@ -1,8 +1,8 @@
-"""The model of one rank: its structure whole, with the storage of this rank's own slices.
+"""Build one rank's model: its full structure, with storage for this rank's shards.
 
-The structure is built with parameters of one element of storage. Before a module is cut, its
-parameters get memory and this rank's slices are read into them; pages of that memory that nobody
-writes to are never there. So the host holds the rank's shard and the layer that is being cut.
+Parameters start with one element of storage. Before a module is sharded, its parameters get memory
+and this rank's slices are read into them; pages that nobody writes to stay unallocated. So the host
+holds the rank's shards and the layer that is being sharded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardwright.parallel.weight_files import SliceRange, Weights
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import TaskName
 
-# This rank's shards of Hugging Face's parameters, read from where the weights are, by name.
+# Reading shards by name.
 
 
 class ShardReader:
-    """This rank's shards of Hugging Face's parameters, as the plan cuts them."""
+    """Read this rank's shards of Hugging Face's parameters, as the plan shards them."""
 
     def __init__(self, plan: Plan, weights: Weights, transposed: frozenset[str]) -> None:
         self.plan, self.weights, self.transposed = plan, weights, transposed
@@ -45,15 +45,15 @@ class ShardReader:
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As it is held, which is the other way round than Hugging Face has it where it is
-        transposed."""
+        """Return the shape as the model holds it, transposed where the model transposes Hugging
+        Face's."""
         shape = self.splits[name].shard_shape(self.tensor_rank)
         if (cut := self.plan.expert_shard_count(name)) > 1:
             shape = (shape[0] // cut, *shape[1:])
         return shape[::-1] if name in self.transposed else shape
 
     def read(self, name: str) -> torch.Tensor:
-        """The shard in the type that the files have, as it is held."""
+        """Read the shard in the files' dtype, as the model holds it."""
         split, stored = self.splits.get(name), self._stored_names[name]
         if split is None or split.dimension is None:
             values = self.weights.read(stored, None)
@@ -71,8 +71,8 @@ class ShardReader:
         return values.t() if name in self.transposed else values
 
     def loses_bits(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether the stored values may be rounded in dtype. False for a name that is not stored,
-        as an adapter's."""
+        """Return whether the stored values may be rounded in dtype; False for names that are not
+        stored."""
         return name in self._stored_names and self.weights.may_round(
             self._stored_names[name], dtype
         )
@@ -82,8 +82,7 @@ _register = nn.Module.register_parameter
 
 
 def _register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Every parameter that a module registers moves to the meta device; buffers are made as
-    ever."""
+    """Move every registered parameter to the meta device; buffers are created as usual."""
     if parameter is not None and not parameter.is_meta:
         kept = parameter.__dict__
         parameter = nn.Parameter(
@@ -96,10 +95,9 @@ def _register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | No
 def empty_model(
     config: PretrainedConfig, attention: str | None, task: TaskName = "causal-lm"
 ) -> PreTrainedModel:
-    """The whole model in fp32: buffers as Hugging Face makes them, parameters that are one zero
-    each, expanded.
+    """Build the fp32 model with Hugging Face's buffers and parameters that are one expanded zero.
 
-    attention: None takes what transformers picks for the type.
+    attention: None takes transformers' choice for the type
     """
     with patch.object(nn.Module, "register_parameter", _register_on_meta):
         model = task_named(task).build(config, attention)
@@ -117,7 +115,7 @@ def empty_model(
 
 
 class WeightLoader:
-    """Gives parameters their memory and this rank's slices of their values, once each."""
+    """Allocate parameters and load this rank's slices of their values, once each."""
 
     def __init__(
         self,
@@ -128,9 +126,11 @@ class WeightLoader:
         tensor_rank: int,
         experts: Callable[[str, int], tuple[int, int] | None] = lambda name, count: None,
     ) -> None:
-        """splits: by Hugging Face name; of a parameter that is not in it the whole is read.
-        experts: of a parameter that expert ranks share out, by its name and first dimension, the
-        first of this rank's experts and their number.
+        """Prepare the loader.
+
+        splits: sharding by Hugging Face name; a parameter without one is read unsharded
+        experts: returns (first expert, number of experts) of a parameter that expert ranks shard,
+            given its name and first dimension
         """
         self.weights, self.splits, self.transposed, self.tensor_rank = (
             weights,
@@ -141,7 +141,7 @@ class WeightLoader:
         self.experts = experts
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = set(weights.names())
-        # Of a tied parameter's names the first.
+        # A tied parameter is loaded under its first name.
         self._stored_names = {
             id(p): name for name, p in reversed(self._parameters.items()) if name in stored
         }
@@ -151,8 +151,8 @@ class WeightLoader:
         self._filled: set[int] = set()
 
     def fill(self, paths: Iterable[str]) -> None:
-        """The parameters under these paths, each a module's or a parameter's own; "" is the whole
-        model."""
+        """Load the parameters under these paths, each a module's or a parameter's; "" is the
+        whole model."""
         wanted = tuple(paths)
         for name, parameter in self._parameters.items():
             if any(path in ("", name) or name.startswith(path + ".") for path in wanted):
@@ -163,7 +163,7 @@ class WeightLoader:
         if id(parameter) in self._filled:
             return
         self._filled.add(id(parameter))
-        # A parameter of one element is its own stub; memory that is only reserved costs nothing.
+        # Reserved memory costs nothing; a parameter of one element has its storage already.
         data = torch.empty(parameter.shape, dtype=parameter.dtype)
         split, stored = self._split_of.get(id(parameter)), self._stored_names[id(parameter)]
         view = data.t() if name in self.transposed else data
@@ -180,7 +180,7 @@ class WeightLoader:
     def _read(
         self, stored: str, piece: SliceRange | None, own: tuple[int, int] | None
     ) -> torch.Tensor:
-        """own: experts; no others are read."""
+        """Read a slice; own: the rank's experts, the only ones that are read."""
         if own is None:
             return self.weights.read(stored, piece)
         values = self.weights.read(stored, (0, *own))
@@ -188,7 +188,7 @@ class WeightLoader:
 
 
 class EmptyWeights:
-    """For a run that resumes: everything comes out of the checkpoint."""
+    """Load nothing, for a run that resumes from a checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -204,13 +204,14 @@ class EmptyWeights:
 
 
 class LayerSeededWeights:
-    """Random weights, seeded per decoder layer (per module outside of them) by its name: the same
-    in every layout, and no rank draws what it does not hold. The distributions are the model's own
-    `_init_weights`."""
+    """Initialize random weights, seeded by the name of each decoder layer or other module.
+
+    They are equal in every layout, and no rank initializes what it does not hold. The distributions
+    are the model's own `_init_weights`.
+    """
 
     def __init__(self, model: PreTrainedModel, stack: str, seed: int) -> None:
-        # The structure as it is now, around the same memory: the model's own modules are replaced
-        # and wrapped later, and its parameters are cut.
+        # Copy the structure, because modules are wrapped and parameters sharded later.
         shared: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
         for p in model.parameters():
             shared[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
@@ -239,8 +240,7 @@ class LayerSeededWeights:
 
     @torch.no_grad()
     def _draw(self, group: str) -> dict[str, torch.Tensor]:
-        """A copy of the group's modules, of which no parameter has storage, is given some and
-        drawn."""
+        """Copy the group's modules, give the copies storage and initialize them."""
         module = copy.deepcopy(self.model.get_submodule(group))
         for each in module.modules():
             for leaf, parameter in each._parameters.items():
@@ -255,7 +255,8 @@ class LayerSeededWeights:
         return {f"{group}.{leaf}": p.detach() for leaf, p in module.named_parameters()}
 
     def _owner(self, path: str) -> PreTrainedModel:
-        """The innermost transformers model around `path`: it knows how its modules are drawn."""
+        """Return the innermost transformers model around `path`, which knows how to initialize
+        its modules."""
         while path:
             path = path.rpartition(".")[0]
             module = self.model.get_submodule(path)

@@ -96,7 +96,7 @@ def step_timeline(layout: PricedLayout, time: Time) -> StepTimeline:
 
 
 def _after(time: Time) -> tuple[float, float, float]:
-    """What follows the last pass, of KINDS from 3."""
+    """Return the bars after the last pass, of KINDS from 3."""
     return time.data_comm_seconds, time.optimizer_seconds, time.outer_comm_seconds
 
 

@@ -149,7 +149,7 @@ def test_a_gpu_of_the_recipes_own() -> None:
             problem_of(recipe, graph_of(SMALL_LLAMA), cluster), PLAIN, default_constants()
         )
     )
-    assert found.step_time_reason == "a GPU of your own numbers"
+    assert found.step_time_reason == "an inline GPU"
 
 
 def test_regimes_are_nested() -> None:

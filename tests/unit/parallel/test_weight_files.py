@@ -105,11 +105,11 @@ def spoil_index(folder: Path) -> None:
     [
         (spoil_truncated, "model.safetensors is missing or not whole"),
         (spoil_type, "model.norm.weight is of type I8"),
-        (spoil_shape, "model.norm.weight has the shape"),
+        (spoil_shape, "shape mismatch for model.norm.weight"),
         (spoil_index, "gone.safetensors is missing or not whole"),
         (
             lambda folder: (folder / "model.safetensors").unlink(),
-            "there is no safetensors file in it",
+            "the folder has no safetensors file",
         ),
     ],
 )
