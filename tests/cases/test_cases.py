@@ -228,7 +228,7 @@ class TestInvariants:
         states = (
             4 + 2 * 4 if plan.strategy.zero_stage or plan.training.precision != "fp32" else 2 * 4
         )
-        share = plan.strategy.shards if plan.strategy.zero_stage in (1, 2) else 1
+        share = plan.strategy.zero_world_size if plan.strategy.zero_stage in (1, 2) else 1
         per_byte = states / share / element_bytes(plan.training.precision)
         optimizer = [stage.optimizer_bytes for stage in plan.predicted.memory.stages]
         assert optimizer == pytest.approx([held * per_byte for held in fullest], rel=1e-6)

@@ -264,8 +264,8 @@ def gradient_reduction(priced: PricedLayout) -> GradientReduction:
     """
     s = priced.strategy
     if s.zero_stage >= 2:
-        return GradientReduction(s.gradient_accumulation_steps, layout.element_bytes)
-    return GradientReduction(1, element_bytes(layout.accumulation_dtype))
+        return GradientReduction(s.gradient_accumulation_steps, priced.element_bytes)
+    return GradientReduction(1, element_bytes(priced.accumulation_dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +323,7 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
         pipeline_sends(priced, rank),
     )
     shares = s.message_shards
-    travelling = [*layers, *layers, *(again if s.checkpointing == "full" else [])]
+    dispatched = [*layers, *layers, *(recomputed if s.checkpointing == "full" else [])]
     sharers = s.tensor if s.sequence_parallel else 1
     return StepTraffic(
         expert_all_to_all=m
@@ -355,21 +355,21 @@ def _ends(priced: PricedLayout, rank: int) -> int:
     return (blocks[0].start == 0) + priced.has_head(blocks)
 
 
-def _pipeline_gathers(layout: PricedLayout, rank: int) -> int:
+def _pipeline_gathers(priced: PricedLayout, rank: int) -> int:
     """Messages that tensor ranks sent shares of, made whole again: an activation and a gradient
     that arrive, and DeepSpeed's own output, of which it keeps a share until its backward pass
     (pipe/engine.py, _exec_backward_pass)."""
-    s = layout.strategy
+    s = priced.strategy
     if s.message_shards == 1 or s.pipeline == 1 or s.sequence_parallel:
         return 0
     return (rank > 0) + 2 * (rank < s.pipeline - 1)
 
 
-def _tied_bytes(layout: PricedLayout, rank: int) -> float:
-    s = layout.strategy
+def _tied_bytes(priced: PricedLayout, rank: int) -> float:
+    s = priced.strategy
     if s.ends_share_rank or rank not in (0, s.pipeline - 1):
         return 0.0
-    return float(layout.shapes.shared_numel * element_bytes(layout.accumulation_dtype))
+    return float(priced.shapes.shared_numel * element_bytes(priced.accumulation_dtype))
 
 
 def _data_parallel_bytes(priced: PricedLayout, rank: int) -> dict[str, float]:

@@ -261,11 +261,11 @@ def node_checkpoint_bytes(priced: PricedLayout) -> list[float]:
     names = frozen_parameter_names(graph, priced.recipe.model.freeze)
     whole = _numel_by_name(graph)
     total = sum(whole.values())
-    left = 0 if layout.adapter_sizes else total - sum(whole[name] for name in names)
-    state_bytes = OPTIMIZERS[layout.recipe.training.optimizer.name].state_bytes
-    trained = state_bytes * (layout.adapter_sizes[-1] if layout.adapter_sizes else left)
-    frozen = layout.element_bytes * (total - left)
-    parts = [(trained, s.zero_stage >= 1, layout.trainable_numel_of)]
+    left = 0 if priced.adapter_sizes else total - sum(whole[name] for name in names)
+    state_bytes = OPTIMIZERS[priced.recipe.training.optimizer.name].state_bytes
+    trained = state_bytes * (priced.adapter_sizes[-1] if priced.adapter_sizes else left)
+    frozen = priced.element_bytes * (total - left)
+    parts = [(trained, s.zero_stage >= 1, priced.trainable_numel_of)]
     if frozen:
         parts.append(
             (

@@ -556,13 +556,13 @@ def _accumulation_seconds(priced: PricedLayout) -> Floats:
     if priced.frozen:
         numel -= _each(priced.frozen)
     if s.shards_experts:
-        numel -= _each(layout.shapes.expert_numel) * (1 - 1 / s.expert_shard_ratio)
-    if not layout.adapter_sizes and (layout.strategy.ends_share_rank):
+        numel -= _each(priced.shapes.expert_numel) * (1 - 1 / s.expert_shard_ratio)
+    if not priced.adapter_sizes and (priced.strategy.ends_share_rank):
         numel[-1] -= (
-            layout.shapes.shared_numel
+            priced.shapes.shared_numel
         )  # the embedding is on the head's rank, and a tied tensor there is one
-    moved = layout.element_bytes + 2 * element_bytes(layout.accumulation_dtype)
-    rate = layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
+    moved = priced.element_bytes + 2 * element_bytes(priced.accumulation_dtype)
+    rate = priced.cluster.gpu.hbm_bytes_per_second * priced.constants.memory_efficiency
     return moved * numel / rate
 
 
@@ -676,9 +676,9 @@ def pipeline_send_seconds(priced: PricedLayout) -> float:
     s, c, cluster = priced.strategy, priced.constants, priced.cluster
     if s.pipeline == 1:
         return 0.0
-    message = hidden_state_bytes(layout)
+    message = hidden_state_bytes(priced)
     share = s.message_shards
-    seconds = send_seconds(cluster, c, s.tensor * s.shards, message / share)
+    seconds = send_seconds(cluster, c, s.tensor * s.zero_world_size, message / share)
     if share > 1 and not s.sequence_parallel:
         seconds += gather_seconds(cluster, c, priced.group(s.tensor, 1), message)
     return seconds / 2 if priced.traits.bidirectional_p2p and s.virtual_stages == 1 else seconds

@@ -156,8 +156,8 @@ def price(priced: PricedLayout, memory: Memory, diagnostics: tuple[Diagnostic, .
             *diagnostics,
             over_memory_error(
                 memory,
-                layout.strategy,
-                compares_pairs=layout.graph.task_traits.compares_pairs,
+                priced.strategy,
+                compares_pairs=priced.graph.task_traits.compares_pairs,
             ),
         )
     return Estimate(

@@ -89,9 +89,9 @@ def model_state_bytes(
     gradients = _gradient_bytes(priced) * (
         numel / s.zero_world_size if s.zero_stage >= 2 else numel - elsewhere
     )
-    training = layout.recipe.training
+    training = priced.recipe.training
     states = OPTIMIZERS[training.optimizer.name].held_bytes(training.precision, s.zero_stage)
-    optimizer = numel * states / (s.shards if s.zero_stage >= 1 else 1)
+    optimizer = numel * states / (s.zero_world_size if s.zero_stage >= 1 else 1)
     if s.offload != "none":
         optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
         gradients = (numel - elsewhere) * element if s.zero_stage == 1 else 0.0
@@ -251,12 +251,12 @@ def framework_bytes(priced: PricedLayout) -> float:
     return c.context_bytes + groups * channels * c.communicator_bytes
 
 
-def _gradient_bytes(layout: PricedLayout) -> int:
+def _gradient_bytes(priced: PricedLayout) -> int:
     """Per parameter: the gradient itself, and the float32 buffer beside it where half precision
     accumulates in fp32 (BF16_Optimizer at stage 1; stages 2 and 3 accumulate in the partition
     alone)."""
-    accumulation = element_bytes(layout.accumulation_dtype)
-    if layout.traits.fuses_accumulation or layout.traits.frees_gradients_after_add:
+    accumulation = element_bytes(priced.accumulation_dtype)
+    if priced.traits.fuses_accumulation or priced.traits.frees_gradients_after_add:
         # products add to the accumulated gradient itself (Megatron-LM's main_grad), or hooks do
         return accumulation
     if accumulation == priced.element_bytes or priced.strategy.zero_stage >= 2:
@@ -294,10 +294,10 @@ def _boundary_bytes(priced: PricedLayout) -> float:
     if s.pipeline == 1:
         return 0.0
     return (
-        layout.graph.hidden_size
+        priced.graph.hidden_size
         / s.message_shards
-        * layout.tokens
-        * layout.element_bytes
+        * priced.tokens
+        * priced.element_bytes
         / s.virtual_stages
     )
 
@@ -344,8 +344,8 @@ def _working_bytes(priced: PricedLayout, with_head: bool, recomputes: bool) -> f
     )
     layer += max(exchanged, default=0.0)
     loss = 0.0
-    if with_head and layout.graph.task_traits.compares_pairs:
-        loss = contrastive_loss_bytes(layout) + held(found.head)
+    if with_head and priced.graph.task_traits.compares_pairs:
+        loss = contrastive_loss_bytes(priced) + held(saved.head)
     elif with_head:
         kernels = priced.recipe.assume.kernels
         logits = (
@@ -390,11 +390,11 @@ def _output_bytes(priced: PricedLayout) -> float:
     return priced.tokens * width * priced.element_bytes
 
 
-def _retained_output_bytes(layout: PricedLayout) -> float:
+def _retained_output_bytes(priced: PricedLayout) -> float:
     """Under 1F1B DeepSpeed's last stage does not clear a micro-batch's output after its backward
     pass, and has two buffers for them (pipe/engine.py, _exec_backward_pass; pipe/schedule.py,
     TrainSchedule.num_pipe_buffers)."""
-    s = layout.strategy
+    s = priced.strategy
     if s.pipeline == 1 or not s.pipeline_schedule.retains_outputs:
         return 0.0
     return min(priced.traits.saved_stage_outputs, s.gradient_accumulation_steps) * _output_bytes(
@@ -421,7 +421,7 @@ def _copied_bytes(priced: PricedLayout, numel: int) -> float:
     """
     s = priced.strategy
     copied = (
-        element_bytes(layout.accumulation_dtype) < 4
+        element_bytes(priced.accumulation_dtype) < 4
         and 1 <= s.zero_stage <= 2
         and s.offload == "none"
     )

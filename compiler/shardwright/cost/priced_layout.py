@@ -177,7 +177,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
     def saved(checkpointing: Checkpointing) -> SavedActivations:
         length = recipe.training.sequence_length
         traced = activations(graph, length, weight_bytes, checkpointing, recipe.assume.kernels)
-        return _with_vision_encoder(
+        return _add_vision_encoder(
             problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)
         )
 
@@ -188,7 +188,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         shapes=model_shapes(graph, strategy.tensor),
         activations=saved("none" if is_partial else strategy.checkpointing),
         traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
-        checkpointed_activations=kept("full") if is_partial else None,
+        checkpointed_activations=saved("full") if is_partial else None,
         element_bytes=weight_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
         adapter_sizes=_adapters(recipe, graph),
@@ -239,7 +239,7 @@ def _add_vision_encoder(
     recipe, graph = problem.recipe, problem.graph
     if graph.vision is None:
         return found
-    kept = vision_encoder_activation_bytes(
+    encoder_bytes = vision_encoder_activation_bytes(
         recipe, graph, checkpointing, element_bytes(recipe.training.precision)
     )
     if not encoder_bytes:

@@ -213,14 +213,14 @@ def _buckets(numel: int) -> float:
     return max(1.0, numel / BUCKET_NUMEL)
 
 
-def _tied_seconds(layout: PricedLayout) -> float:
+def _tied_seconds(priced: PricedLayout) -> float:
     """The first and the last stage add up the gradients of a tensor that both hold."""
-    s = layout.strategy
-    if s.ends_share_rank or not layout.shapes.shared_numel:
+    s = priced.strategy
+    if s.ends_share_rank or not priced.shapes.shared_numel:
         return 0.0
-    size = layout.shapes.shared_numel * element_bytes(layout.accumulation_dtype)
-    distance = s.tensor * s.shards * (s.pipeline - 1)
-    return send_seconds(layout.cluster, layout.constants, distance, size)
+    size = priced.shapes.shared_numel * element_bytes(priced.accumulation_dtype)
+    distance = s.tensor * s.zero_world_size * (s.pipeline - 1)
+    return send_seconds(priced.cluster, priced.constants, distance, size)
 
 
 # Seconds that offloaded states add to a step: the link to the host, and the update on its memory
@@ -245,12 +245,12 @@ def cpu_optimizer_seconds(priced: PricedLayout, numel: float) -> float:
         if s.gradient_accumulation_steps == 1
         else c.accumulated_host_bytes_per_second
     )
-    traffic = OPTIMIZERS[layout.recipe.training.optimizer.name].host_traffic_bytes
-    update = traffic * updated * layout.cluster.gpus_per_node / rate
+    traffic = OPTIMIZERS[priced.recipe.training.optimizer.name].host_traffic_bytes
+    update = traffic * updated * priced.cluster.gpus_per_node / rate
     copies = 0 if s.offload == "parameters" else 1
     if _once_a_step(priced):
         copies += 1 + (FETCHES * s.gradient_accumulation_steps if s.offload == "parameters" else 0)
-    return update + copies * updated * layout.element_bytes / c.host_link_bytes_per_second
+    return update + copies * updated * priced.element_bytes / c.host_link_bytes_per_second
 
 
 def _once_a_step(priced: PricedLayout) -> bool:
@@ -593,11 +593,11 @@ def _least_reduced_seconds(priced: PricedLayout, numel: float, experts: float) -
     return seconds
 
 
-def _reduced_seconds(layout: PricedLayout, group: Group, numel: float) -> float:
+def _reduced_seconds(priced: PricedLayout, group: Group, numel: float) -> float:
     """Gradients of so many parameters over the group at ZeRO 0 or 1, without the starts of
     rings."""
-    s, c, cluster = layout.strategy, layout.constants, layout.cluster
-    gradient = element_bytes(layout.accumulation_dtype)
+    s, c, cluster = priced.strategy, priced.constants, priced.cluster
+    gradient = element_bytes(priced.accumulation_dtype)
     if s.zero_stage == 0:
         return all_reduce_seconds(cluster, c, group, gradient * numel, 0)
     moved = gradient + priced.element_bytes
@@ -620,8 +620,8 @@ def _update_seconds(priced: PricedLayout, numel: float) -> float:
     updated = numel / (priced.strategy.zero_world_size if priced.strategy.zero_stage >= 1 else 1)
     if own := engine_overheads(priced.recipe, priced.graph, priced.strategy):
         return updated * own.parameter_seconds.value
-    traffic = OPTIMIZERS[layout.recipe.training.optimizer.name].traffic
-    return _traffic_seconds(layout, traffic * layout.constants.optimizer_traffic_bytes * updated)
+    traffic = OPTIMIZERS[priced.recipe.training.optimizer.name].traffic
+    return _traffic_seconds(priced, traffic * priced.constants.optimizer_traffic_bytes * updated)
 
 
 def _traffic_seconds(priced: PricedLayout, moved_bytes: float) -> float:

@@ -92,11 +92,11 @@ def contrastive_loss_bytes(priced: PricedLayout) -> float:
     return float(_FP32 * (matrices + features))
 
 
-def feature_gather_seconds(layout: PricedLayout) -> float:
+def feature_gather_seconds(priced: PricedLayout) -> float:
     """Features of all ranks gathered, and their gradients summed. Nothing hides it: it stands
     between the forward and the backward pass."""
-    s = layout.strategy
-    if not layout.graph.task_traits.compares_pairs or s.shards == 1:
+    s = priced.strategy
+    if not priced.graph.task_traits.compares_pairs or s.zero_world_size == 1:
         return 0.0
     moved = _FP32 * _SIDES * priced.recipe.training.global_batch_size * priced.graph.features
     group = priced.group(s.zero_world_size, s.tensor)

@@ -97,7 +97,7 @@ def max_decoder_layers_per_stage(graph: ModelGraph, layout: Layout) -> int:
 def too_few_layers_error(graph: ModelGraph, layout: Layout) -> Diagnostic:
     """Return SW3106: the pipeline has more stages than the model can fill."""
     blocks = max_stages(graph)
-    most = strategy.pipeline_schedule.ranks(blocks)
+    most = layout.pipeline_schedule.ranks(blocks)
     layers = f"{len(graph.layers)} layers to put on them"
     shared = ", ".join(f"{first} to {last}" for first, last in graph.cut.together)
     if shared:

@@ -235,7 +235,7 @@ def _warning(split: ModuleSharding, why: str) -> Diagnostic:
 
 def zero_settings(plan: Plan) -> JsonObject:
     """zero_optimization, from the fullest rank's part of the model before ZeRO-3 shares it out."""
-    parts = plan.strategy.shards if plan.strategy.zero_stage == 3 else 1
+    parts = plan.strategy.zero_world_size if plan.strategy.zero_stage == 3 else 1
     held = max(rank.parameter_bytes for rank in plan.ranks) // element_bytes(
         plan.training.precision
     )
