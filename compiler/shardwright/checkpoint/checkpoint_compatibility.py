@@ -16,7 +16,7 @@ from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.json_records import copy_shared_fields
 
 BYTE_TOKENIZER = "byte"
-SHARDING_KEYS = tuple(axis.name for axis in axes_in_print_order() if axis.holds)
+SHARDING_KEYS = tuple(axis.name for axis in axes_in_print_order() if axis.affects_rank_state)
 """Keys of a layout that decide which rank holds what."""
 # ZeRO and offload move optimizer states, but no layers or shards.
 _RANK_SHARDING_KEYS = tuple(key for key in SHARDING_KEYS if key not in ("zero_stage", "offload"))

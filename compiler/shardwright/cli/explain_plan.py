@@ -89,14 +89,14 @@ STEP_PART_LABELS = {
 }
 # `Traffic`'s fields in words.
 TRAFFIC_LABELS = {
-    "rows": "rows of tokens to their experts and back",
+    "expert_all_to_all": "rows of tokens to their experts and back",
     "context_all_to_all": "tokens for heads around attention",
-    "activations": "activations over tensor ranks, reduced",
+    "tensor_all_reduce": "activations over tensor ranks, reduced",
     "tensor_all_gather": "activations over tensor ranks, gathered",
-    "sent": "activations and gradients to other pipeline ranks",
-    "tied": "the gradient of the tied weights",
-    "reduced": "gradients over data ranks, reduced",
-    "gathered": "parameters over data ranks, gathered",
+    "pipeline_send": "activations and gradients to other pipeline ranks",
+    "tied_all_reduce": "the gradient of the tied weights",
+    "gradient_reduce": "gradients over data ranks, reduced",
+    "parameter_all_gather": "parameters over data ranks, gathered",
 }
 # (words, the parts of `StepTimeBreakdown`) of the table by pipeline rank; {} is in_layer_axes() of
 # the layout

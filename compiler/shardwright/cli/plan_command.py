@@ -420,10 +420,10 @@ def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     axes = [
         axis
         for axis in AXES
-        if axis.short
+        if axis.abbreviation
         and (
             axis.is_auto_by_default
-            or any(row.estimate.strategy.values()[axis] != axis.plain for row in rows)
+            or any(row.estimate.strategy.values()[axis] != axis.off_value for row in rows)
         )
     ]
     cells = [

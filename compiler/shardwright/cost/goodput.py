@@ -285,8 +285,8 @@ def node_checkpoint_bytes(priced: PricedLayout) -> list[float]:
     return nodes
 
 
-def _ranks(layout: PricedLayout) -> Iterator[tuple[int, int]]:
+def _ranks(priced: PricedLayout) -> Iterator[tuple[int, int]]:
     """(rank, pipeline rank): the pipeline is the slowest axis, then data, context and tensor
     (plan/plan_builder.py)."""
-    a_stage = layout.strategy.tensor * layout.strategy.zero_world_size
-    return ((rank, rank // a_stage) for rank in range(layout.strategy.world_size))
+    a_stage = priced.strategy.tensor * priced.strategy.zero_world_size
+    return ((rank, rank // a_stage) for rank in range(priced.strategy.world_size))

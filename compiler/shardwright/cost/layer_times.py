@@ -637,9 +637,9 @@ def partial_recompute_seconds(
 ) -> tuple[float, float]:
     """Compute and collectives of a micro-batch's backward pass that partial checkpointing adds on
     these stages."""
-    if layout.checkpointed_activations is None:
+    if priced.checkpointed_activations is None:
         return 0.0, 0.0
-    ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
+    ends = [(block.start, priced.checkpointed_stop(block.start, block.stop)) for block in blocks]
 
     def over(sums: tuple[float, ...]) -> float:
         return sum(sums[stop] - sums[start] for start, stop in ends)

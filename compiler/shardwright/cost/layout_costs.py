@@ -112,8 +112,8 @@ class StageCosts:
         return sum(model_state_bytes(priced, numel, experts=experts)) / priced.strategy.pipeline
 
     def held(self, start: int, stop: int) -> tuple[float, float]:
-        numel = self._layout.shapes.numel
-        return numel[stop] - numel[start], self.rank_memory.kept_bytes(start, stop)
+        numel = self._priced.shapes.numel
+        return numel[stop] - numel[start], self.rank_memory.saved_activation_bytes(start, stop)
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
         """Return the peak of a pipeline rank with these layers.
@@ -129,7 +129,7 @@ class StageCosts:
 
     @functools.cached_property
     def rank_memory(self) -> RankMemoryModel:
-        return RankMemoryModel(self._layout)
+        return RankMemoryModel(self._priced)
 
     @functools.cached_property
     def _in_flight(self) -> list[tuple[float, ...]]:

@@ -32,12 +32,12 @@ Floats = NDArray[np.float64]
 ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 
-def estimate_memory(layout: PricedLayout, ranks: RankMemoryModel | None = None) -> Memory:
+def estimate_memory(priced: PricedLayout, ranks: RankMemoryModel | None = None) -> Memory:
     """Return bytes as nvidia-smi would show them, per pipeline rank; `fits` honours
     memory_headroom. ranks: of this layout, wherever its layers are, where it is known."""
-    usable = usable_bytes(layout.problem, layout.constants)
-    ranks = ranks or RankMemoryModel(layout)
-    stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(layout.ranks))
+    usable = usable_bytes(priced.problem, priced.constants)
+    ranks = ranks or RankMemoryModel(priced)
+    stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(priced.ranks))
     peak = max(stage.peak_bytes for stage in stages)
     return Memory(
         peak_bytes=peak,
@@ -125,11 +125,11 @@ def least_rank_bytes(priced: PricedLayout) -> tuple[float, float]:
     return framework_bytes(priced) + without_head, with_head - without_head
 
 
-def logits_are_peak(layout: PricedLayout, ranks: RankMemoryModel) -> bool:
+def logits_are_peak(priced: PricedLayout, ranks: RankMemoryModel) -> bool:
     """Return whether the loss is the largest working set of the peak-memory rank, which chunks of
     it can lower. ranks: of this layout."""
-    peak_rank_blocks = max(layout.ranks, key=lambda blocks: ranks.peak_bytes(blocks, 0))
-    return layout.has_head(peak_rank_blocks) and ranks.loss_is_largest(peak_rank_blocks)
+    peak_rank_blocks = max(priced.ranks, key=lambda blocks: ranks.peak_bytes(blocks, 0))
+    return priced.has_head(peak_rank_blocks) and ranks.loss_is_largest(peak_rank_blocks)
 
 
 class RankMemoryModel:

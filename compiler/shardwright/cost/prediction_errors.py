@@ -149,12 +149,12 @@ def workload_of(priced: PricedLayout) -> str:
     return "long rows" if priced.recipe.training.sequence_length > LONG_TOKENS else "plain"
 
 
-def prediction_error(layout: PricedLayout) -> PredictionError:
+def prediction_error(priced: PricedLayout) -> PredictionError:
     """No share where no published runs stand behind the layout's regime; the reasons say which one
     that is."""
-    names = regimes(layout)
-    time = _error(layout, error_benchmark().time, names)
-    memory = _error(layout, error_benchmark().memory, names)
+    names = regimes(priced)
+    time = _error(priced, error_benchmark().time, names)
+    memory = _error(priced, error_benchmark().memory, names)
     return PredictionError(
         step_time=time.share,
         memory=memory.share,
@@ -178,10 +178,10 @@ class _Error:
     regime: str = ""
 
 
-def _error(layout: PricedLayout, runs: PublishedErrors, names: tuple[str, ...]) -> _Error:
-    if reason := _uncalibrated_reason(layout, runs):
+def _error(priced: PricedLayout, runs: PublishedErrors, names: tuple[str, ...]) -> _Error:
+    if reason := _uncalibrated_reason(priced, runs):
         return _Error(reason=reason)
-    generation = generation_of(layout.cluster.gpu.name)
+    generation = generation_of(priced.cluster.gpu.name)
     found = [(name, runs.bands[name]) for name in names if name in runs.bands]
     found = [(name, band) for name, band in found if band.has_enough_runs]
     engine = engine_title(priced.recipe.target, priced.recipe.assume.kernels)

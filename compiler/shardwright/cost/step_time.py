@@ -303,7 +303,7 @@ def schedule_seconds(priced: PricedLayout, found: PassTimes, stages: list[StageS
         return m * totals[0]
     if not is_simulated(s):
         return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
-    forward, backward = stage_pass_seconds(layout, found)
+    forward, backward = stage_pass_seconds(priced, found)
     if s.is_interleaved:
         # Each pass includes the wait for one message.
         forward, backward = (
@@ -314,7 +314,7 @@ def schedule_seconds(priced: PricedLayout, found: PassTimes, stages: list[StageS
 
 
 def stage_pass_seconds(
-    layout: PricedLayout, found: PassTimes
+    priced: PricedLayout, found: PassTimes
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of one micro-batch's forward and backward pass over each part of the model in order,
     collectives included: DualPipeV's go from the last rank back to the first. What
@@ -374,11 +374,11 @@ def estimate_time(priced: PricedLayout) -> Time:
     # DualPipeV's messages to both neighbours may overlap during the fill.
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
-    data_comm = _data_comm_seconds(layout, stages)
+    data_comm = _data_comm_seconds(priced, stages)
     if s.offload != "none":  # another link, at the same time
-        data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
-    trained = [layout.trainable_numel_of(blocks) for blocks in layout.ranks]
-    update = {numel: _optimizer_seconds(layout, numel) for numel in set(trained)}
+        data_comm = max(data_comm, host_transfer_seconds(priced, slowest, worst.compute))
+    trained = [priced.trainable_numel_of(blocks) for blocks in priced.ranks]
+    update = {numel: _optimizer_seconds(priced, numel) for numel in set(trained)}
     optimizers = [update[numel] for numel in trained]
     optimizer = max(optimizers)
     alone = schedule + data_comm + optimizer
@@ -426,7 +426,7 @@ def least_interleaved_seconds(priced: PricedLayout) -> float:
     stages = [stage_seconds(priced, rank, found) for rank in range(s.pipeline)]
     parts = [
         forward + backward
-        for forward, backward in zip(*stage_pass_seconds(layout, found), strict=True)
+        for forward, backward in zip(*stage_pass_seconds(priced, found), strict=True)
     ]
     before = itertools.accumulate(parts[: s.pipeline], initial=0.0)
     busy = (
@@ -604,14 +604,14 @@ def _reduced_seconds(priced: PricedLayout, group: Group, numel: float) -> float:
     return gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(priced)
 
 
-def optimizer_seconds(layout: PricedLayout, rank: int) -> float:
-    return _optimizer_seconds(layout, layout.trainable_numel_of(layout.ranks[rank]))
+def optimizer_seconds(priced: PricedLayout, rank: int) -> float:
+    return _optimizer_seconds(priced, priced.trainable_numel_of(priced.ranks[rank]))
 
 
-def _optimizer_seconds(layout: PricedLayout, numel: int) -> float:
-    own = engine_overheads(layout.recipe, layout.graph, layout.strategy)
+def _optimizer_seconds(priced: PricedLayout, numel: int) -> float:
+    own = engine_overheads(priced.recipe, priced.graph, priced.strategy)
     once = own.step_seconds.value if own else 0.0
-    return _update_seconds(layout, numel) + once
+    return _update_seconds(priced, numel) + once
 
 
 def _update_seconds(priced: PricedLayout, numel: float) -> float:
