@@ -246,7 +246,7 @@ def _tokenize_source(
         if not writer.documents:
             raise refusal(
                 "SW6116",
-                f"{source.part.path!r} holds no text: all {len(source.files)} files are empty",
+                f"{source.part.path!r} holds no text: {len(source.files)} files, all empty",
                 "Correct data.path, or fill the files.",
             )
         if pictures is not None:

@@ -63,10 +63,10 @@ def animated() -> bytes:
 PLAIN = Image.effect_noise((40, 30), 80).convert("RGB")
 BAD: dict[str, tuple[bytes | None, str]] = {
     "missing": (None, "cannot be read"),
-    "empty": (b"", "no picture"),
-    "text": (b"not a picture", "no picture"),
-    "cut png": (encoded(PLAIN)[:-40], "cut off"),
-    "cut jpeg": (encoded(PLAIN, "JPEG")[:-40], "cut off"),
+    "empty": (b"", "cannot be opened as an image"),
+    "text": (b"not a picture", "cannot be opened as an image"),
+    "cut png": (encoded(PLAIN)[:-40], "is truncated"),
+    "cut jpeg": (encoded(PLAIN, "JPEG")[:-40], "is truncated"),
     "cut webp": (encoded(PLAIN, "WEBP", lossless=True)[:-200], "it"),
     "bomb": (bomb(), "10000 x 10000 pixels"),
     "animated": (animated(), "animated"),
