@@ -76,20 +76,26 @@ def test_what_moves_is_what_was_planned(
     }
     assert all(moved.values())
     for name, case in cases.items():
-        assert ("rows counted" in moved[name]) == (case.expert > 1)
+        assert ("expert_all_to_all counted" in moved[name]) == (case.expert > 1)
         assert ("trades counted" in moved[name]) == (case.context > 1)
-        assert ("activations counted" in moved[name]) == (case.tensor > 1)
-        assert ("sent counted" in moved[name]) == (case.pipeline > 1)
+        assert ("tensor_all_reduce counted" in moved[name]) == (case.tensor > 1)
+        assert ("pipeline_send counted" in moved[name]) == (case.pipeline > 1)
 
 
 def test_weights_that_stay_whole_are_gathered_once(tmp_path: Path, proved: Record) -> None:
     found = counted(REUSE, tmp_path, proved)
     for name, line in found.items():
         inside = ORDER if name.endswith(("20000", "50000")) else 0
-        assert line["gathered off"] <= inside * line["gathered"], (name, line)
-        assert line["reduced off"] == 0, (name, line)
-    least, most = found["none-live-100000"]["gathered"], found["none-live-0"]["gathered"]
-    assert least < most < found["full-live-0"]["gathered"]
+        assert line["parameter_all_gather off"] <= inside * line["parameter_all_gather"], (
+            name,
+            line,
+        )
+        assert line["gradient_reduce off"] == 0, (name, line)
+    least, most = (
+        found["none-live-100000"]["parameter_all_gather"],
+        found["none-live-0"]["parameter_all_gather"],
+    )
+    assert least < most < found["full-live-0"]["parameter_all_gather"]
 
 
 def counted(cases: dict[str, Case], folder: Path, proved: Record) -> dict[str, dict[str, Any]]:
