@@ -77,11 +77,11 @@ def test_a_port_belongs_in_the_configuration_of_ssh() -> None:
     [
         (
             [8] * 4 + [4] * 8,
-            "nodes: 12, gpus_per_node: 4 (48 GPUs) or nodes: 4, gpus_per_node: 8 (32 GPUs);",
+            "nodes: 12, gpus_per_node: 4 (48 GPUs) or nodes: 4, gpus_per_node: 8 (32 GPUs).",
         ),
         (
             [8] * 8 + [4] * 4,
-            "nodes: 8, gpus_per_node: 8 (64 GPUs) or nodes: 12, gpus_per_node: 4 (48 GPUs);",
+            "nodes: 8, gpus_per_node: 8 (64 GPUs) or nodes: 12, gpus_per_node: 4 (48 GPUs).",
         ),
         ([4] * 12, "cluster.nodes: 12, gpus_per_node: 4 (48 GPUs)."),
         ([0, 4], "cluster.nodes: 1, gpus_per_node: 4 (4 GPUs)."),
