@@ -237,8 +237,11 @@ class _MicroBatchCosts:
         return forward + tower[0], BACKWARD_OVER_FORWARD * forward + tower[1], 0.0
 
     def head(self, width: int) -> tuple[float, float, float]:
-        """The last norm, the product with the vocabulary, and the loss (a third of its traffic in
-        forward); a chunked loss makes its logits again."""
+        """Cost the last norm, the product with the vocabulary, and the loss (a third of its traffic
+        forward).
+
+        A chunked loss recomputes its logits.
+        """
         if self.graph.task_traits.compares_pairs:
             return self._contrastive_head()
         if self.mfu is not None:

@@ -150,8 +150,7 @@ def workload_of(priced: PricedLayout) -> str:
 
 
 def prediction_error(priced: PricedLayout) -> PredictionError:
-    """No share where no published runs stand behind the layout's regime; the reasons say which one
-    that is."""
+    """Return the layout's expected error, or the reason why it has none."""
     names = regimes(priced)
     time = _error(priced, error_benchmark().time, names)
     memory = _error(priced, error_benchmark().memory, names)

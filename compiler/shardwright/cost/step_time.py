@@ -214,7 +214,7 @@ def _buckets(numel: int) -> float:
 
 
 def _tied_seconds(priced: PricedLayout) -> float:
-    """The first and the last stage add up the gradients of a tensor that both hold."""
+    """Return the seconds in which the first and last stage add up a tied tensor's gradients."""
     s = priced.strategy
     if s.ends_share_rank or not priced.shapes.shared_numel:
         return 0.0
@@ -316,9 +316,11 @@ def schedule_seconds(priced: PricedLayout, found: PassTimes, stages: list[StageS
 def stage_pass_seconds(
     priced: PricedLayout, found: PassTimes
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of one micro-batch's forward and backward pass over each part of the model in order,
-    collectives included: DualPipeV's go from the last rank back to the first. What
-    `schedule.events.simulate` and `interleaved` take. found: of this layout."""
+    """Return forward and backward seconds of one micro-batch by stage, collectives included.
+
+    Stages are in model order: DualPipeV's return from the last rank to the first. The simulations
+    of `pipeline_simulation` and `interleaved_schedule` take these.
+    """
     blocks = sorted(
         (block for blocks in priced.ranks for block in blocks), key=lambda block: block.start
     )

@@ -84,8 +84,8 @@ class Axis:
         return self.values is not None and self.default is None and self.in_every_engine
 
     def pin(self, recipe: Recipe) -> Value | None:
-        """Return the recipe's value, or None where the recipe has no such key or leaves it to the
-        search."""
+        """Return the recipe's value, or None where the recipe has no such key or leaves it to
+        the search."""
         value: Value | None = (
             getattr(getattr(recipe, self.section), self.name) if self.section else None
         )
@@ -243,7 +243,10 @@ def _expert_ranks(problem: Problem, degrees: Degrees) -> int:
 
 
 def micro_batches(problem: Problem, degrees: Degrees) -> Iterable[int]:
-    """A contrastive loss is of the whole batch: a rank takes its share at once."""
+    """Return the micro-batch sizes to try (sequences).
+
+    A contrastive loss needs the whole batch at once, so each rank has one size only.
+    """
     if problem.graph.task_traits.compares_pairs:
         return (max(1, problem.recipe.training.global_batch_size // degrees["data"]),)
     return range(1, MAX_MICRO_BATCH + 1)
@@ -343,8 +346,8 @@ def reachable_world_sizes(problem: Problem) -> set[int]:
 
 
 MAX_EXPERT_RANKS = 64
-"""Limits what a search tries; a pin may exceed it. DeepSeek-V3 (arXiv 2412.19437) trained with 64,
-the most of any published run."""
+"""Limits what a search tries; a pin may exceed it. DeepSeek-V3 (arXiv 2412.19437) trained with
+64, the most of any published run."""
 
 
 def expert_degrees(graph: ModelGraph, ranks: int) -> tuple[int, ...]:

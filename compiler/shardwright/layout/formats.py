@@ -1,4 +1,4 @@
-"""The number formats of `training.precision` and of accumulated gradients, a row each."""
+"""List the number formats of `training.precision` and of accumulated gradients, one row each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from shardwright.recipe.recipe_types import TrainingSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What a number format costs. Engines say which they train in (engines/engine_table.py).
+    """Describe a number format. engines/engine_table.py lists those that each engine supports.
 
-    peak: the key of the GPU's `peak_tflops`. torch_dtype: the attribute of torch.
-    accumulation: the dtype of accumulated gradients where the recipe says auto.
-    scales_loss: gradients underflow without a loss scale. cpu: whether a CPU trains in it.
-    flash_attention: whether flash-attn has kernels.
-    spellings: other names that configuration files have for it.
+    peak: the key of the GPU's `peak_tflops`
+    torch_dtype: the attribute of torch
+    accumulation: the dtype of accumulated gradients where the recipe says auto
+    scales_loss: gradients underflow without a loss scale
+    cpu: a CPU can train in it
+    flash_attention: flash-attn has kernels for it
+    spellings: its other names in configuration files
     """
 
     element_bytes: int
@@ -30,12 +32,12 @@ class Format:
 
     @property
     def is_half(self) -> bool:
-        """Whether the optimizer keeps a wider master copy of the weights."""
+        """Return whether the optimizer keeps a wider master copy of the weights."""
         return self.element_bytes < MASTER_BYTES
 
 
 MASTER_BYTES = 4
-"""Bytes of an element of a master copy: fp32, whatever the weights have."""
+"""Counts the bytes of an element of the fp32 master copy."""
 
 FORMATS: Mapping[str, Format] = {
     "bf16": Format(
@@ -88,6 +90,6 @@ def accumulation_dtype(training: TrainingSection) -> str:
 
 
 def sums_are_rounded(training: TrainingSection) -> bool:
-    """Whether gradients are summed in a narrower format than auto takes."""
+    """Return whether gradients are accumulated in a narrower format than auto takes."""
     default = FORMATS[training.precision].accumulation
     return element_bytes(accumulation_dtype(training)) < element_bytes(default)

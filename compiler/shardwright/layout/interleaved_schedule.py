@@ -25,8 +25,8 @@ from shardwright.layout.pipeline_simulation import (
 MIN_SIMULATED_GROUPS = 4
 MAX_SIMULATED_PASSES = 6000
 """Limits the simulation, after at least MIN_SIMULATED_GROUPS groups of p micro-batches. Later
-groups take as long as the last one. With chunks that differ by 5 %, the step is within 1 % of the
-full simulation."""
+groups take as long as the last one. With chunks that differ by 5 %, the step is within 1 % of
+the full simulation."""
 
 
 def warmup_forward_passes(ranks: int, rank: int, chunks: int, micro_batches: int) -> int:

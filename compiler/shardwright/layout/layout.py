@@ -103,17 +103,17 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages to cut the layers into: some schedules hold two on each rank."""
+        """Return the pipeline stages; some schedules place two on each rank."""
         return self.pipeline_schedule.stages_per_rank * self.pipeline
 
     @property
     def pipeline_schedule(self) -> PipelineSchedule:
-        """The schedule's row of the table."""
+        """Return the schedule's row of the table."""
         return PIPELINE_SCHEDULES[self.schedule]
 
     @property
     def ends_share_rank(self) -> bool:
-        """Whether one pipeline rank holds the embedding and the head."""
+        """Return whether one pipeline rank holds the embedding and the head."""
         return self.pipeline == 1 or self.pipeline_schedule.is_v_shaped
 
     @property
@@ -128,8 +128,8 @@ class Layout:
 
     @property
     def is_interleaved(self) -> bool:
-        """Pipeline ranks hold several parts of the model and take them in turns. What a rule
-        refuses does not."""
+        """Return whether pipeline ranks alternate between several virtual stages, as a legal
+        layout does."""
         return self.virtual_stages > 1 and self.pipeline_schedule.interleaves
 
     @property

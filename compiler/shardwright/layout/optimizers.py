@@ -1,4 +1,4 @@
-"""The optimizers of `training.optimizer.name`, a row each: states and traffic."""
+"""List the optimizers of `training.optimizer.name`, one row each, with their states and traffic."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ class Optimizer:
 
     @property
     def moments_bytes(self) -> int:
-        """Bytes of all moments."""
+        """Return the bytes of all moments."""
         return len(self.moments) * self.moment_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a checkpoint's master copy and moments."""
+        """Return the bytes of a checkpoint's master copy and moments."""
         return MASTER_BYTES + self.moments_bytes
 
     @property
     def host_traffic_bytes(self) -> int:
-        """Bytes that an update moves in host memory: states read and written, an fp32 gradient
-        read, half-precision weights written."""
+        """Return the bytes that an update moves in host memory.
+
+        States are read and written, an fp32 gradient is read, half-precision weights are written.
+        """
         return 2 * self.state_bytes + MASTER_BYTES + element_bytes("bf16")
 
     def held_bytes(self, precision: str, zero_stage: int) -> int:
-        """Bytes on a rank before sharding. ZeRO keeps a master copy of fp32 weights too."""
+        """Return the bytes on a rank before sharding; ZeRO keeps a master copy of fp32 weights
+        too."""
         has_master = FORMATS[precision].is_half or zero_stage > 0
         return self.moments_bytes + (MASTER_BYTES if has_master else 0)
 

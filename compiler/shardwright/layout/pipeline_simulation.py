@@ -44,8 +44,10 @@ class Instruction(NamedTuple):
 def instruction_stream(
     schedule: Schedule, ranks: int, rank: int, micro_batches: int
 ) -> tuple[Instruction, ...]:
-    """What one pipeline rank executes, loading and the optimizer left out. DualPipeV needs m >= 2
-    p."""
+    """Return what one pipeline rank executes, loading and the optimizer not included.
+
+    DualPipeV needs at least 2 x ranks micro-batches.
+    """
     return tuple(_INSTRUCTIONS[schedule](ranks, rank, micro_batches))
 
 

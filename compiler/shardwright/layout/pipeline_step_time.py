@@ -195,8 +195,11 @@ def simulated_step_seconds(
 def _levels(
     schedule: Schedule, ranks: int, micro_batches: int
 ) -> tuple[ExchangeLevels, Floats, Floats]:
-    """The levels, and (level, from, rank): messages behind the left neighbour, the rank itself, the
-    right neighbour; and -inf where a rank does not wait for that one, else 0."""
+    """Return the levels and two arrays (level, from, rank) about the left, own and right rank.
+
+    The first array counts the messages from there; the second is -inf where a rank does not wait
+    for that one, else 0.
+    """
     levels = _EXCHANGE_LEVELS[schedule](ranks, micro_batches)
     messages = np.stack([levels.left, np.maximum(levels.left, levels.right), levels.right], axis=1)
     never = np.where(messages > 0, 0.0, -np.inf)

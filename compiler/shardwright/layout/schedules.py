@@ -1,4 +1,4 @@
-"""The pipeline schedules of `parallelism.schedule`, a row each."""
+"""List the pipeline schedules of `parallelism.schedule`, one row each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from shardwright.recipe.literal_types import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSchedule:
-    """What sets a schedule apart from one stage a rank and one message at a time.
+    """Describe how a schedule differs from one stage a rank and one message at a time.
 
-    stages_per_rank: stages that each pipeline rank holds. is_v_shaped: stages go down the ranks
-    and back, so that rank 0 has the first and the last. micro_batches_per_rank: the fewest in a
-    step. interleaves: ranks may hold virtual stages. shards_messages: tensor ranks each send a
-    share of an activation. groups_messages: a rank waits for several messages at once.
-    retains_outputs: the last stage keeps micro-batches' outputs after their backward pass.
-    compiles_layers, takes_images: whether torch.compile and images are verified under it.
+    stages_per_rank: stages that each pipeline rank holds
+    is_v_shaped: stages go down the ranks and back, so that rank 0 holds the first and the last
+    micro_batches_per_rank: the fewest in a step, by pipeline rank
+    interleaves: ranks may hold virtual stages
+    shards_messages: each tensor rank sends a share of an activation
+    groups_messages: a rank waits for several messages at once
+    retains_outputs: the last stage keeps micro-batches' outputs after their backward pass
+    compiles_layers, takes_images: torch.compile and images are verified with it
     """
 
     stages_per_rank: int = 1

@@ -110,7 +110,7 @@ def of_all_ranks(
         trainer = object.__new__(kind)
         model = SimpleNamespace(attention="sdpa", task_traits=TaskTraits())
         trainer.plan = SimpleNamespace(
-            strategy=SimpleNamespace(data=RANKS, context=1, shards=RANKS, zero_stage=1),
+            strategy=SimpleNamespace(data=RANKS, context=1, zero_world_size=RANKS, zero_stage=1),
             training=SimpleNamespace(precision="fp32"),
             model=model,
         )
