@@ -54,13 +54,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a truncated shard": (lambda step: truncate(step / RANK), f"{RANK} has "),
     "one flipped bit": (lambda step: flip(step / RANK), f"{RANK} is damaged"),
     "a missing shard": (lambda step: (step / RANK).unlink(), f"{RANK} is missing"),
-    "no manifest": (lambda step: (step / MANIFEST).unlink(), f"there is no {MANIFEST}"),
+    "no manifest": (lambda step: (step / MANIFEST).unlink(), f"{MANIFEST} is missing"),
     "half a manifest": (lambda step: truncate(step / MANIFEST), ""),
-    "no checksums": (lambda step: (step / CHECKSUMS).unlink(), f"there is no {CHECKSUMS}"),
+    "no checksums": (lambda step: (step / CHECKSUMS).unlink(), f"{CHECKSUMS} is missing"),
     "a changed plan": (lambda step: flip(step / "plan.json"), "plan.json is damaged"),
     "an empty folder": (
         lambda step: (shutil.rmtree(step), step.mkdir())[0],
-        f"there is no {MANIFEST}",
+        f"{MANIFEST} is missing",
     ),
 }
 

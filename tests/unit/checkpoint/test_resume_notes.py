@@ -71,7 +71,7 @@ def test_other_content_under_the_same_path_is_said_by_name(
     (warning,) = data_changes(step, rows, data_fingerprints(plan, out))
     assert (
         warning.startswith("warning[SW6207]: ")
-        and f"{str(tmp_path / '*.txt')!r} holds other content" in warning
+        and f"{str(tmp_path / '*.txt')!r} changed" in warning
     )
 
 

@@ -76,7 +76,7 @@ def test_every_configuration_of_the_zoo_is_right(part: int) -> None:
         ({"num_hidden_layers": 100_000}, "SW2006", "2048"),
         ({"attention_dropout": 1.5}, "SW2006", "probability"),
         ({"hidden_act": 3}, "SW2006", "text"),
-        ({"num_attention_heads": 5}, "SW2007", "64 does not divide by 5"),
+        ({"num_attention_heads": 5}, "SW2007", "64 is not divisible by 5"),
     ],
 )
 def test_a_planted_mistake_is_found(
