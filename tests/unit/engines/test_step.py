@@ -115,7 +115,7 @@ def of_all_ranks(
             model=model,
         )
         trainer._blank = None
-        monkeypatch.setattr(trainer, "piece", lambda batch: batch, raising=False)
+        monkeypatch.setattr(trainer, "context_shard", lambda batch: batch, raising=False)
         trainer.device = torch.device("cpu")
         trainer.grid = SimpleNamespace(get_data_parallel_group=lambda: "data")
         trainer.loss_fn = CausalLoss()
