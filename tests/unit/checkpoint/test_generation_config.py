@@ -143,7 +143,7 @@ def test_the_end_of_an_answer_in_published_templates(tmp_path: Path) -> None:
         "qwen2_5": "<|im_end|>",
         "llama3": "<|eot_id|>",
         "gpt_oss": "<|return|>",
-        "gemma3": "<end_of_turn_id>",
+        "gemma3": "<end_of_turn>",
         "glm4": "<|user|>",
         "phi4": "<|im_end|>",
     }
