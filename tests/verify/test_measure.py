@@ -37,7 +37,7 @@ def measured(
 ) -> VerificationResult:
     """found, weights, held_out: of the run and of its resumption."""
     evaluations = iter(held_out or [])
-    monkeypatch.setattr(layout_verification, "_lines", lambda path: next(evaluations))
+    monkeypatch.setattr(layout_verification, "read_json_lines", lambda path: next(evaluations))
     runs, exports = iter(found), iter(weights)
     monkeypatch.setattr(layout_verification, "_launch", lambda out: None)
     monkeypatch.setattr(layout_verification, "_metrics", lambda out: next(runs))

@@ -37,10 +37,10 @@ from shardwright.checkpoint.checkpoint_manifest import (
 from shardwright.checkpoint.checkpoint_storage import (
     CheckpointStore,
     clear_unfinished,
+    move_newer_steps_aside,
     prune_moved_aside,
     publish,
     published_steps,
-    rejected_faster_layouts,
     remove_step,
     step_name,
     superseded_checkpoints,
@@ -298,7 +298,7 @@ def prepare_checkpoint_folder(plan: Plan, folder: Path, attempt: int, resumed_st
         probe.mkdir(parents=True, exist_ok=True)
         probe.rmdir()
         clear_unfinished(root)
-        rejected_faster_layouts(root, attempt, newer_than=resumed_step)
+        move_newer_steps_aside(root, attempt, newer_than=resumed_step)
         if plan.checkpoint.upload_to and rank == 0:
             CheckpointStore(plan.checkpoint.upload_to).check()
 

@@ -88,7 +88,7 @@ def publish(partial: Path, root: Path, step: int) -> None:
     os.rename(partial, target)
 
 
-def rejected_faster_layouts(root: Path, attempt: int, newer_than: int) -> None:
+def move_newer_steps_aside(root: Path, attempt: int, newer_than: int) -> None:
     """Move checkpoints newer than the resumed step to a dot folder, so that none is lost."""
     later = [path for step, path in published_steps(root) if step > newer_than]
     if later:

@@ -37,6 +37,8 @@ from shardwright.report.plan_sentences import (
     goodput_lines,
     islands_cost_lines,
     rejected_faster_text,
+    slowdown_text,
+    slower_region_text,
 )
 from shardwright.report.report_charts import AXES, cluster_map, group_colors, layer_ranges
 from shardwright.report.run_results import MeasuredRun, read_run
@@ -112,6 +114,8 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         sampled_ranks=sampled_ranks(timeline, report_charts.MOST_BARS),
         space=space,
         lost=space.lost[:LOST_SHOWN],
+        slower_region_text=slower_region_text,
+        slowdown_text=slowdown_text,
         words=Layout.describe,
         inside=in_layer_collectives_text(plan.strategy),
         run=run,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardwright.checkpoint.checkpoint_storage import rejected_faster_layouts
+from shardwright.checkpoint.checkpoint_storage import move_newer_steps_aside
 from shardwright.checkpoint.resume_checkpoint import (
     ResumePoint,
     checkpoint_root,
@@ -186,7 +186,7 @@ def begin_attempt(
         line=line,
     )
     if fresh or chosen is not None:
-        rejected_faster_layouts(
+        move_newer_steps_aside(
             checkpoint_root(plan, folder), attempt.number, newer_than=attempt.step
         )
     for stale in ("status.json", "stop", "heartbeat"):

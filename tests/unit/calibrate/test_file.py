@@ -170,7 +170,11 @@ def test_the_compiled_folder_has_a_copy_and_is_priced_by_it(tmp_path: Path) -> N
     ("found", "cluster", "why"),
     [
         (measurements(), {"gpu": "h100-sxm-80gb"}, "of a CPU"),
-        (measurements(constants={"speed_of_light": figure(3e8)}), {}, "no constant speed_of_light"),
+        (
+            measurements(constants={"speed_of_light": figure(3e8)}),
+            {},
+            "whose constant speed_of_light this one lacks",
+        ),
         (
             measurements(constants={"memory_efficiency": figure(0.0)}),
             {},
