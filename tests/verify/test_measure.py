@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardwright.cli.compile_commands import _as_json, _as_text
+from shardwright.monitor.run_files import METRICS_FILE
 from shardwright.verify import layout_verification
 from shardwright.verify.layout_verification import Comparison, VerificationResult
 from shardwright.verify.reference_run import Reference
@@ -37,10 +38,13 @@ def measured(
 ) -> VerificationResult:
     """found, weights, held_out: of the run and of its resumption."""
     evaluations = iter(held_out or [])
-    monkeypatch.setattr(layout_verification, "read_json_lines", lambda path: next(evaluations))
     runs, exports = iter(found), iter(weights)
     monkeypatch.setattr(layout_verification, "_launch", lambda out: None)
-    monkeypatch.setattr(layout_verification, "_metrics", lambda out: next(runs))
+    monkeypatch.setattr(
+        layout_verification,
+        "read_json_lines",
+        lambda path: next(runs if path.name == Path(METRICS_FILE).name else evaluations),
+    )
     monkeypatch.setattr(layout_verification, "_exported", lambda plan, out, target: next(exports))
     monkeypatch.setattr(layout_verification.shutil, "rmtree", lambda path: None)
     plan: Any = SimpleNamespace(
