@@ -103,10 +103,10 @@ def spoil_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (spoil_truncated, "model.safetensors is missing or not whole"),
+        (spoil_truncated, "model.safetensors is missing or incomplete"),
         (spoil_type, "model.norm.weight is of type I8"),
         (spoil_shape, "shape mismatch for model.norm.weight"),
-        (spoil_index, "gone.safetensors is missing or not whole"),
+        (spoil_index, "gone.safetensors is missing or incomplete"),
         (
             lambda folder: (folder / "model.safetensors").unlink(),
             "the folder has no safetensors file",

@@ -68,7 +68,7 @@ def test_a_plan_without_digests_is_refused(out: Path) -> None:
 @pytest.mark.parametrize("name", ["/etc/passwd", "model/../../x", ".."])
 def test_a_plan_names_files_of_its_own_folder_only(out: Path, name: str) -> None:
     document = json.loads((out / "plan.json").read_text())
-    with pytest.raises(ValueError, match="is not a file of the folder"):
+    with pytest.raises(ValueError, match="is not a file of the compiled folder"):
         plan_from_json(json.dumps({**document, "digests": {name: "0" * 64}}))
 
 
