@@ -65,7 +65,7 @@ class CompileResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileInputs:
-    """What the recipe names, read. weights: None where they are random. remote_code: its folder and
+    """Hold what the recipe names. weights: None where they are random. remote_code: its folder and
     what is in it. cluster: of one node where the recipe says `nodes: auto`. warnings: of the
     weights against the model, and of a configuration's keys that nothing reads."""
 

@@ -73,8 +73,7 @@ def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) ->
 
 
 def _check_none_between(places: list[Path], own: int) -> None:
-    """With overlap every checkpoint but that of the last step is one from between two outer
-    steps."""
+    """Raise Refusal where a newer checkpoint was saved while an outer step was on its way."""
     steps = [path for place in places for step, path in published_steps(place) if step > own]
     if steps:
         raise _unfinished_round_refusal(max(steps, key=step_of), " `--resume never` starts anew.")
@@ -121,7 +120,7 @@ def _newest(place: Path) -> Path | None:
 
 
 def is_after_outer_step(checkpoint: Path) -> bool:
-    """Whether it has no state of an outer step that is still to come."""
+    """Return whether the checkpoint holds no state of an unfinished outer step."""
     try:
         tensors = read_manifest(checkpoint).tensors.values()
     except (OSError, ValueError):
@@ -226,7 +225,7 @@ def _choose_newest(plan: Plan, folder: Path) -> ResumePoint | None:
 
 
 def _named_checkpoint(folder: Path, root: Path) -> tuple[int, Path] | None:
-    """What the last attempt went on from, where that lies outside of checkpoint.directory."""
+    """Return the checkpoint outside of checkpoint.directory that the last attempt resumed from."""
     begun = read_attempt_record(folder)
     path, step = Path(begun.resume or root), begun.step
     return (
@@ -247,7 +246,7 @@ def _copies(store: CheckpointStore, line: RunHistory | None) -> set[int]:
 
 
 def _fetched(store: CheckpointStore, path: Path, why: str) -> str | None:
-    """What is wrong with it now."""
+    """Fetch the checkpoint; return what is wrong with it, None where it is whole."""
     print(f"fetching {path.name} from {store.url}: {why}", flush=True)
     try:
         store.fetch(path.name, path.parent)

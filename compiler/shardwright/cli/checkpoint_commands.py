@@ -80,8 +80,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help=(
-            "a picture for a model that sees; the prompt is then asked about it as a user's "
-            "message. May be repeated"
+            "an image for a vision-language model; the prompt is then asked about it as a "
+            "user's message. May be repeated"
         ),
     )
     parser.add_argument(
@@ -126,7 +126,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.json:
         print(strict_json({"prompt": prompt, **dataclasses.asdict(made)}))
     else:
-        # What a model says of a picture is an answer, not the rest of the prompt.
+        # A model's text about an image is an answer, not the rest of the prompt.
         print(_shown(made.text if args.image else prompt + made.text))
     return 0
 

@@ -504,8 +504,7 @@ TARGET, ISLANDS = "target", "islands"
 WHY_NOT_LABEL_WIDTH = 9
 MISSING_LINK_CODE = "SW1232"
 CROSS_FIELD_CODES = "SW12"
-"""What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped
-question."""
+"""Codes of values that are legal alone and contradict each other: they answer the question."""
 
 
 def run_why_not(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:

@@ -186,7 +186,7 @@ def _store_check(plan: Plan, folder: Path) -> HostCheck:
 
 
 def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostCheck]:
-    """By who knows the hosts: a scheduler, a hostfile, or whoever calls launch.sh on each node.
+    """Check the hosts that a scheduler or a hostfile names, else this node alone.
 
     The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
     """

@@ -1,4 +1,4 @@
-"""What every command shares: where diagnostics are printed, and whether in colour."""
+"""Print diagnostics, rows and tables on the terminal, in colour where it takes them."""
 
 from __future__ import annotations
 
