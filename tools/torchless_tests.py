@@ -79,12 +79,19 @@ def _installed(test: Path) -> bool:
         if path in seen:
             continue
         seen.add(path)
+        waiting += _workers(path)
         for module in _imported(path):
             if module.split(".")[0] in HOMES:
                 waiting += _files(module)
             elif not _is_there(module.split(".")[0]):
                 return False
     return all(map(_is_there, HEAVY)) or not _runs_packages(test)
+
+
+def _workers(path: Path) -> list[Path]:
+    """List the scripts beside a test that it names, to start them as ranks."""
+    names = re.findall(r'"(\w+_worker\.py)"', path.read_text(encoding="utf-8"))
+    return [place for place in map(path.with_name, names) if place.exists()]
 
 
 def _runs_packages(test: Path) -> bool:
