@@ -115,7 +115,8 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
 
 
 def read_problem(recipe: Recipe) -> Problem:
-    """Without the weights. Raises Refusal with the errors of both at once."""
+    """Read a problem without the model's weights. Raises Refusal with the errors of model and
+    cluster at once."""
     errors: list[Diagnostic] = []
     cluster = _collect_errors(errors, lambda: resolve_cluster(recipe.cluster))
     _collect_errors(errors, lambda: check_calibration(recipe))
@@ -145,7 +146,7 @@ def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:
 
 
 def _with_recipe_source(recipe: Recipe, stage: Callable[[], T]) -> T:
-    """What it refuses, with the recipe's lines."""
+    """Run a stage, and add the recipe's lines to its refusal."""
     try:
         return stage()
     except Refusal as refusal:
@@ -153,8 +154,8 @@ def _with_recipe_source(recipe: Recipe, stage: Callable[[], T]) -> T:
 
 
 def read_inputs(recipe: Recipe) -> CompileInputs:
-    """None of these needs another one: all their errors are told together, and those of the layout
-    with them."""
+    """Read the inputs that do not depend on each other, and refuse with all their errors and those
+    of the layout."""
     errors: list[Diagnostic] = []
     _collect_errors(errors, lambda: _check(recipe))
     weights = _collect_errors(errors, lambda: locate_weights(recipe.model))
@@ -191,7 +192,7 @@ def read_inputs(recipe: Recipe) -> CompileInputs:
 
 
 def _collect_errors(errors: list[Diagnostic], stage: Callable[[], T]) -> T | None:
-    """None where the stage refuses; its errors join the others."""
+    """Return the stage's result; None where it refuses, and its errors join `errors`."""
     try:
         return stage()
     except Refusal as refusal:
@@ -200,8 +201,8 @@ def _collect_errors(errors: list[Diagnostic], stage: Callable[[], T]) -> T | Non
 
 
 def _check(recipe: Recipe) -> None:
-    """Where the engine is not chosen yet, what is refused by the one that refuses least; what it
-    runs on is asked for once it is chosen."""
+    """Refuse what every engine refuses, where the engine is not chosen yet. Its own packages are
+    checked once it is chosen."""
     engines = engines_for(recipe.target)
     found = [_errors(recipe_for_engine(recipe, engine), engine) for engine in engines]
     if errors := (*min(found, key=len), *(package_errors(engines[0]) if len(engines) == 1 else ())):

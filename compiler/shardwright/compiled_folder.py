@@ -230,8 +230,8 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def remove_surplus_island_plans(directory: Path, count: int) -> None:
-    """Without its plan, which goes, an island of an earlier compile runs nothing; its run and
-    checkpoints stay."""
+    """Remove the plans of islands that an earlier compile made and this one does not. Their runs
+    and checkpoints stay."""
     for path in directory.glob("island-*"):
         number = path.name.removeprefix("island-")
         if number.isdecimal() and int(number) >= count and path.is_dir() and _has_marker(path):
@@ -405,8 +405,8 @@ def _with_plan_paths(data: DataSection, plan: DataSection) -> DataSection:
 
 
 def _graph(folder: Path, plan: Plan) -> ModelGraph:
-    """As `compile` left it in the folder: nothing is traced, so no torch and no code of the model's
-    own."""
+    """Return the graph that `compile` left in the folder. Nothing is traced, so no torch and no
+    model code runs."""
     try:
         graph = read_graph(folder)
         config = json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))

@@ -22,10 +22,12 @@ ROUNDS_FILE = "run/rounds.jsonl"
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """As they were written: `step`, `members`, `joined` (those that took a member's state after
-    it), `store` (from 1: which start of the store wrote it), `attempt` (of that store, retries
-    counted), `bytes` and `seconds`. A line that was cut short by the end of its store is left out.
-    [] where nothing was written."""
+    """Return the committed outer steps as they were written; [] where there are none.
+
+    Keys: `step`, `members`, `joined` (islands that took a member's state after it), `store` (from
+    1: the start of the store that wrote it), `attempt` (of that store, retries counted), `bytes`
+    and `seconds`. A line that was cut short by the end of its store is left out.
+    """
     return list(read_json_lines(folder / ROUNDS_FILE))
 
 
@@ -65,9 +67,11 @@ class RoundLog:
 
 
 def effective_rounds(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that the weights of today come from. Islands that resume from an older checkpoint make
-    its later outer steps again: a line undoes the ones before it of the same step and of later
-    ones."""
+    """Return the rounds that the current weights come from.
+
+    Islands that resume from an older checkpoint repeat its later outer steps: a line undoes the
+    earlier ones of the same step and of later steps.
+    """
     found: list[dict[str, Any]] = []
     for line in rounds:
         found = [each for each in found if each["step"] < line["step"]]

@@ -85,7 +85,7 @@ def _print_line(line: str) -> None:
 
 
 def _discard_output() -> None:
-    """What could not be printed shall not turn the store's exit code into an error."""
+    """Drop output that cannot be printed, which must not change the store's exit code."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -129,8 +129,10 @@ def _listen(address: str) -> socket.socket:
 
 
 def run_all_islands(folder: Path, resume: str) -> int:
-    """Every island and the store on this machine; island 0's output is shown, the others' is in
-    their folders. Returns the first exit code that is not 0."""
+    """Run every island and the store on this machine. Returns the first exit code that is not 0.
+
+    Island 0's output is shown; the other islands' output goes to files in run/logs.
+    """
     plan = load_plan(folder)
     folders = island_folders(plan, folder)
     if not folders or plan.launch.launcher != "local":
@@ -158,7 +160,7 @@ def run_all_islands(folder: Path, resume: str) -> int:
 
 
 def _last_error(folder: Path) -> str:
-    """What the outer store says in its log, or where that is."""
+    """Return the outer store's last error in its log, or where the log is."""
     path = folder / "run" / "logs" / "outer-store.log"
     with contextlib.suppress(OSError):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -31,8 +31,8 @@ from shardwright.utils.authenticated_socket import ChannelError, WrongSecret, ke
 PROBE_TIMEOUT_SECONDS = 20.0
 ROUND_TRIPS = 5
 FIRST_BURST_BYTES, MAX_BURST_BYTES = 2**18, 2**26
-"""Of a burst, over all connections: each is four times the one before, until one takes
-ENOUGH_SECONDS."""
+"""Bounds a burst's bytes over all connections. Each burst is four times the one before, until one
+takes ENOUGH_SECONDS."""
 ENOUGH_SECONDS = 0.5
 MOST_CONNECTIONS = 8
 _MOST_REQUESTS = 64  # of one connection
@@ -164,7 +164,8 @@ def _round_trip(link: AuthenticatedChannel) -> float:
 
 
 def _rate(links: list[AuthenticatedChannel], trip: float, *, is_up: bool) -> float:
-    """Of the last burst, without the round trip that asks for it."""
+    """Return the rate of the last burst, in bytes per second, without the round trip that requests
+    it."""
     size = FIRST_BURST_BYTES
     with ThreadPoolExecutor(len(links)) as pool:
         while True:
@@ -194,7 +195,7 @@ class PlannedLink:
 
 
 def check_outer_store_link(plan: Plan, folder: Path, planned: PlannedLink) -> HostCheck:
-    """From this host. folder: an island's."""
+    """Measure the link from this host to the outer store. folder: an island's."""
     address = str(plan.launch.outer_store)
     try:
         measured = measure_link(

@@ -88,7 +88,7 @@ class MasterShard:
         )
 
     def load(self, names: tuple[str, ...], checkpoint: Path) -> dict[str, torch.Tensor]:
-        """Those of the states that the checkpoint has; of each, this rank's own."""
+        """Return those of the states that the checkpoint has, this rank's own shard of each."""
         held = {
             state
             for tensor in read_manifest(checkpoint).tensors.values()
@@ -190,9 +190,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterStepResult:
-    """What came of the outer step after `step`. done: the step that the weights are at now.
-    members: () where another island's state was taken. seconds: that training waited. sent_bytes:
-    by this rank, without copies."""
+    """Holds the result of the outer step after `step`.
+
+    done: the step that the weights are at now. members: () where another island's state was taken.
+    seconds: the time that training waited. sent_bytes: by this rank, without copies.
+    """
 
     step: int
     done: int
@@ -202,7 +204,7 @@ class OuterStepResult:
 
 
 class OuterStep(Protocol):
-    """What a session asks between optimizer steps. Every rank makes the same calls."""
+    """Defines the calls of a session between optimizer steps. Every rank makes the same calls."""
 
     delay_steps: int
     """Optimizer steps after which an outer step's result is in the weights."""
@@ -361,8 +363,8 @@ class DiLoCoOuterStep:
         return self.plan.training.steps
 
     def _overlaps(self, step: int) -> bool:
-        """Whether training goes on while the round of this step is on its way: after the last one
-        it has nothing to."""
+        """Return whether training continues while this step's round is under way. After the last
+        step there is nothing left to train."""
         return self.outer.overlap_steps > 0 and step != self._last
 
     def _overlap_end_step(self, step: int) -> int:
@@ -504,8 +506,8 @@ class DiLoCoOuterStep:
             )
 
     def _deltas(self) -> torch.Tensor:
-        """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite
-        number: SW6317."""
+        """Return this rank's deltas, in the precision they are sent in. Raises Refusal on every
+        rank where one is not finite: SW6317."""
         own = self._master_shard.own(MASTER, self._own)
         deltas = torch.sub(self._anchor, own, out=own)
         if self.outer.precision == "bf16":
@@ -556,8 +558,8 @@ class DiLoCoOuterStep:
         return [*self._master_shard.state_names(), *(name for name, has in more.items() if has)]
 
     def _give_state(self) -> None:
-        """To islands that are behind. A connection that breaks here is found broken at the next
-        outer step."""
+        """Send this rank's state to islands that are behind. A connection that breaks here is
+        noticed at the next outer step."""
         kept = {ANCHOR: self._anchor} | (
             {} if self._momentum is None else {MOMENTUM: self._momentum}
         )
@@ -630,13 +632,14 @@ def _buffer_like(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """In one pass that makes no other tensor."""
+    """Return whether every element is finite, in one pass that makes no other tensor."""
     return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
 
 
 @dataclass(slots=True, kw_only=True)
 class _ExchangeResult:
-    """What a rank's part of an outer step gave it. taken: of an island whose state it takes."""
+    """Holds what a rank received in an outer step. taken: the state of another island, where it
+    takes one."""
 
     means: torch.Tensor
     answer: RoundReply = field(default_factory=lambda: RoundReply(kind=FrameKind.GO))

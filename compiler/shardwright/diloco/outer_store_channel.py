@@ -93,14 +93,17 @@ def _write(path: Path, secret: bytes) -> None:
 
 MAGIC = b"shardwright-outer-3\n"
 CHUNK_BYTES = 2**20
-"""Of a frame's payload, at most."""
+"""Bounds the payload of a frame."""
 _MAX_FRAME_BYTES = 4 * CHUNK_BYTES
 _HEADER = struct.Struct(">BIQ")
 
 
 class FrameKind(enum.IntEnum):
-    """Of a frame. From a rank: HELLO, ARRIVE, DELTA, STATE, BYE; PROBE in HELLO's place (probe.py).
-    From the store: the others; STATE is passed on."""
+    """Names the kinds of frames.
+
+    A rank sends HELLO, ARRIVE, DELTA, STATE, BYE, or PROBE in HELLO's place (link_probe.py). The
+    store sends the others, and passes STATE on.
+    """
 
     HELLO = 1
     WELCOME = 2
@@ -122,8 +125,8 @@ class FrameKind(enum.IntEnum):
 
 
 class AuthenticatedChannel:
-    """One authenticated connection. Frames may be sent by several threads, and are received by one
-    at a time. heard: when the last bytes came, by the monotonic clock."""
+    """Sends and receives frames on one authenticated connection. Several threads may send, one at a
+    time receives. heard: when the last bytes came, by the monotonic clock."""
 
     def __init__(
         self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes
@@ -149,8 +152,8 @@ class AuthenticatedChannel:
                 raise ChannelError(str(error)) from None
 
     def _push(self, payload: bytes | bytearray | memoryview) -> None:
-        """As sendall, whose timeout is one of the whole: a slow link takes longer than one that is
-        silent."""
+        """Send as sendall does, but with a timeout for each part: a slow link is not a silent
+        one."""
         rest = memoryview(payload)
         while rest:
             rest = rest[self._socket.send(rest) :]
@@ -182,8 +185,8 @@ class AuthenticatedChannel:
         return read_exactly(self._socket, count, heard, until)
 
     def set_timeout(self, seconds: float | None) -> None:
-        """How long the other side may be silent; None: for ever. Raises ChannelError where it is
-        closed already."""
+        """Set how long the other side may be silent; None: for ever. Raises ChannelError where it
+        is closed already."""
         try:
             self._socket.settimeout(seconds)
         except OSError as error:
@@ -230,6 +233,6 @@ def open_channel(
 
 
 def silence_limit_seconds(deadline_seconds: float) -> float:
-    """How long a member of an outer step that is under way may be silent: the others stand
-    still."""
+    """Return how long a member of a running outer step may be silent. The other members wait
+    meanwhile."""
     return deadline_seconds / 4

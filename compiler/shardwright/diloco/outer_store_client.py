@@ -58,9 +58,11 @@ class RoundReply:
 
 
 class Link:
-    """One connection, made anew after each loss. Its methods raise ChannelError, also where the
-    store, which gives a sign of life every sixteenth of the deadline, is silent for half of it: the
-    other half is for reaching it again."""
+    """Keeps one connection to the store, and opens it anew after each loss.
+
+    The store sends a keepalive every sixteenth of the deadline. Where it is silent for half of the
+    deadline, the methods raise ChannelError: the other half is for reaching it again.
+    """
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Link:
 
     @property
     def heard(self) -> float:
-        """When the store's last bytes came, by the monotonic clock."""
+        """Return when the store's last bytes came, by the monotonic clock."""
         return self._channel.heard
 
     @staticmethod
@@ -181,7 +183,7 @@ class Link:
             ahead.release()
 
     def send_state(self, parts: Iterator[memoryview], updates: int) -> None:
-        """To the islands that a commit named."""
+        """Send this rank's state to the islands that a commit named."""
         for part in parts:
             for start in range(0, len(part), CHUNK_BYTES):
                 self._channel.send(FrameKind.STATE, 0, part[start : start + CHUNK_BYTES])

@@ -47,7 +47,7 @@ MOST_LINES_OF_AN_ADDRESS, MOST_ADDRESSES = 10, 256
 """Lines about connections that were turned away, and addresses that they are counted for."""
 TURN_SECONDS, RETRY_SECONDS = 0.5, 0.05
 MOST_WAIT_SECONDS = 5.0
-"""Between two signs of life to a rank that waits."""
+"""Bounds the time between two keepalives to a rank that waits."""
 
 
 class _TrainingIsOver(Exception):
@@ -86,7 +86,7 @@ class OuterStore:
 
     @property
     def is_over(self) -> bool:
-        """Whether an island has trained to the last step, and none is here any more."""
+        """Return whether an island has trained to the last step and all islands have left."""
         with self._change:
             return bool(self._done) and not self.membership.islands
 
@@ -311,7 +311,7 @@ class OuterStore:
                 said = time.monotonic()
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Whether it holds, before a sign of life is due."""
+        """Wait for the condition until the next keepalive is due. Returns whether it holds."""
         with self._change:
             return self._change.wait_for(condition, self._wait_seconds)
 

@@ -1,8 +1,8 @@
-"""Who takes part in which outer step: the store's one decision, made under one lock.
+"""Decide which islands take part in which outer step. The store decides, under one lock.
 
 An island is current when its weights at the last outer step are those of the last committed round.
-Rounds wait for the current islands alone; one that is behind decides nothing, and takes a member's
-state after the next commit.
+Rounds wait for the current islands alone. An island that is behind decides nothing, and takes a
+member's state after the next commit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def encode_chunk(values: npt.NDArray[np.float32], precision: str) -> bytes:
 
 
 def mean(parts: Sequence[bytes | bytearray], precision: str) -> bytes:
-    """Of equally long payloads: added in fp32 in their order, divided once."""
+    """Return the mean of equally long payloads: added in fp32 in their order, divided once."""
     total = decode_chunk(parts[0], precision).copy()
     for part in parts[1:]:
         total += decode_chunk(part, precision)
@@ -61,7 +61,7 @@ def mean(parts: Sequence[bytes | bytearray], precision: str) -> bytes:
 
 
 class ChunkMeans:
-    """What the ranks of one number, one in each member, send in a round."""
+    """Averages the chunks that the ranks of one number, one in each member, send in a round."""
 
     def __init__(self, members: Sequence[int], sizes: Sequence[int], precision: str) -> None:
         """sizes: bytes of each chunk."""
@@ -75,7 +75,7 @@ class ChunkMeans:
 
     @property
     def complete(self) -> bool:
-        """Whether every member's chunks are all here."""
+        """Return whether all chunks of every member have arrived."""
         return all(count == len(self.sizes) for count in self._deposited.values())
 
     def deposited(self, member: int) -> int:
@@ -142,9 +142,11 @@ _SMALLEST_CHUNK, _CHUNKS = 2**16, 64
 
 @dataclass(slots=True, kw_only=True)
 class RankArrival:
-    """One rank's. base: the step of the last outer step that its weights have. step: where it is.
-    is_due: it comes for an outer step. size: bytes of its deltas. check: a sum over its anchor's
-    bits."""
+    """Holds one rank's arrival.
+
+    base: the step of the last outer step that its weights have. step: the step it is at. is_due: it
+    comes for an outer step. size: bytes of its deltas. check: a sum over its anchor's bits.
+    """
 
     base: int
     step: int
@@ -155,9 +157,12 @@ class RankArrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandRank:
-    """What a rank says first. attempt: of the island's folder, which counts each start. run: a
-    random word of this start. connection: how often its ranks have connected since. plan, data:
-    digests that all islands share."""
+    """Holds a rank's hello.
+
+    attempt: of the island's folder, which counts each start. run: a random word of this start.
+    connection: how often its ranks have connected since. plan, data: digests that all islands
+    share.
+    """
 
     island: int
     rank: int
@@ -171,9 +176,11 @@ class IslandRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandStart:
-    """One start of an island. attempt: its folder's count of starts. run: a random word of this
-    one, for two copies of a folder count alike. connection: how often its ranks have connected
-    since. No clock takes part."""
+    """Identifies one start of an island, without any clock.
+
+    attempt: its folder's count of starts. run: a random word of this start, as two copies of a
+    folder count alike. connection: how often its ranks have connected since.
+    """
 
     attempt: int
     run: str
@@ -201,7 +208,7 @@ class Island:
 
     @property
     def heard(self) -> float:
-        """When the last bytes of any of its ranks came."""
+        """Return when the last bytes of any of its ranks came."""
         return max(link.heard for link in self.links.values())
 
     @property
@@ -243,8 +250,10 @@ class RoundDecision:
 
 
 class Membership:
-    """Every method is called under the store's lock. base: None until islands have met. rounds: of
-    all that were committed, for the record."""
+    """Decides the rounds. Every method is called under the store's lock.
+
+    base: None until islands have met. rounds: every committed one, for the record.
+    """
 
     def __init__(self, islands: int, world: int, deadline_seconds: float, precision: str) -> None:
         self.count, self.world, self.deadline, self.precision = (
@@ -269,7 +278,8 @@ class Membership:
     def join(
         self, number: int, start: IslandStart, rank: int, link: AuthenticatedChannel
     ) -> Island | None:
-        """None for a start that a later one has taken the place of."""
+        """Add a rank's connection to its island. Returns None for a start that a later one has
+        superseded."""
         if self._is_superseded(number, start):
             return None
         island = self.islands.get(number)
@@ -317,13 +327,14 @@ class Membership:
         self.final = self.final if self.base is None else self.base
 
     def is_late(self, island: Island) -> bool:
-        """Whether it still comes for an outer step that the others, who are done, make no more:
-        alone it would end with weights of its own."""
+        """Return whether an island comes for an outer step that the finished others make no more.
+        Alone it would end with weights of its own."""
         ended = self.final is not None and island.decision is None and not island.current
         return ended and any(a.base != self.final or a.is_due for a in island.arrivals.values())
 
     def is_behind(self, island: Island) -> bool:
-        """Whether it waits for the others' next outer step, to take a member's state."""
+        """Return whether an island waits for the others' next outer step, to take a member's
+        state."""
         arrived = len(island.arrivals) == self.world and island.decision is None
         return arrived and self.base is not None and not island.current
 

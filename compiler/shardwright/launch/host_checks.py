@@ -37,7 +37,8 @@ from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, FLASH_ATTENTION_2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBandwidth:
-    """What the plan was made with, per GPU and one way; nothing is held against a CPU's links."""
+    """Holds the bandwidths that the plan assumes, per GPU and one way. On CPUs no check compares
+    with them."""
 
     intra_node_bytes_per_second: float
     inter_node_bytes_per_second: float
@@ -166,7 +167,7 @@ def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
 
 
 FACTS_SECONDS = 10.0
-"""For ssh and the facts; the rest of the limit is the meeting's."""
+"""Limits ssh and the host facts together; the rendezvous has the rest of LIMIT_SECONDS."""
 MAX_CLOCK_SKEW_SECONDS = 10.0
 FORWARDED = ("NCCL", "UCX")
 """DeepSpeed hands names with these beginnings to every host (launcher/runner.py)."""
@@ -185,7 +186,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCheckInput:
-    """What the checks look at. answers: of the hosts that answered, in the hostfile's order."""
+    """Holds what the checks read. answers: those of the hosts that answered, in the hostfile's
+    order."""
 
     plan: Plan
     folder: Path
@@ -203,9 +205,10 @@ def check_hosts(
     reach: str,
     shared: bool,
 ) -> tuple[HostCheck, ...]:
-    """Every check on every host, all at once; the hosts meet where they are all of the plan's.
+    """Run every check on every host at once. All of the plan's hosts, if present, also meet in an
+    all-reduce.
 
-    reach: one of remote.REACHES. shared: the folder is meant to be on a shared file system.
+    reach: one of host_probe.TRANSPORTS. shared: the folder should be on a shared file system.
     Raises Refusal where there is no ssh to reach the hosts with.
     """
     if reach == "ssh" and shutil.which("ssh") is None:
@@ -254,9 +257,9 @@ def check_hosts(
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    """What a rank will see of what concerns its network: what DeepSpeed forwards, and the plan's
-    own values. The plan's others stay out: a PATH or LD_PRELOAD of somebody else's folder would run
-    that folder's code."""
+    """Return the network variables that a rank will get: those that DeepSpeed forwards, and the
+    plan's. The plan's other variables stay out: a PATH or LD_PRELOAD from another user's folder
+    would run that folder's code."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     return {
         **forwarded,
@@ -282,7 +285,7 @@ def _probe_request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
 
 
 def _engine(x: HostCheckInput) -> HostCheck:
-    """What nobody has tried says so before it starts."""
+    """Tell which engine runs, and whether it was ever tested on GPUs."""
     named = engine_of(x.plan)
     untried = not x.plan.is_cpu and "SW3168" in named.rules
     layers = {"off": "without", "on": "with", "auto": "with or without"}[
@@ -356,8 +359,8 @@ def _versions(x: HostCheckInput) -> HostCheck:
 
 
 def _differs(x: HostCheckInput, name: str, version: str, planned: str) -> bool:
-    """Whether `version` is not the plan's; one in the tested range that all hosts have will do, as
-    for `run`."""
+    """Return whether `version` differs from the plan's. As for `run`, a tested version that all
+    hosts share is accepted."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 

@@ -1,8 +1,7 @@
-"""What `doctor` runs on each host: says what is there, then meets the other hosts. No torch before
-it has spoken.
+"""Run on each host for `doctor`: report the host's facts, then meet the other hosts.
 
-Reads one JSON object a line on standard input, answers with one a line: first the facts, then,
-where asked for, how the meeting went.
+Imports no torch before the facts are sent. Reads one JSON object a line on standard input and
+answers with one a line: first the facts, then, where requested, the result of the rendezvous.
 """
 
 from __future__ import annotations
@@ -103,7 +102,8 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousResult:
-    """How the meeting went: unreachable, an error, or a sum over all hosts and the links."""
+    """Holds the result of a rendezvous: unreachable, an error, or a sum over all hosts and the
+    links."""
 
     unreachable: str | None = None
     error: str | None = None
@@ -126,15 +126,15 @@ def rendezvous_result_to_json(met: RendezvousResult) -> JsonObject:
 
 
 LIMIT_SECONDS = 18.0
-"""From the first ssh to the last answer."""
+"""Limits all of `doctor`, from the first ssh to the last answer."""
 CONNECT_SECONDS = 5
 _SSH_NOISE = re.compile(r"Warning: Permanently added|^\s*$")
 
 
 @dataclass(slots=True)
 class ProbedHost:
-    """One host's answers. received: time.time() of its facts, 0 until then. problem: why there are
-    none."""
+    """Holds one host's answers. received: time.time() of its facts, 0 until then. problem: why
+    there are none."""
 
     host: str
     facts: HostFacts = field(default_factory=HostFacts)
@@ -144,8 +144,8 @@ class ProbedHost:
 
 
 TRANSPORTS = ("local", "ssh", "srun")
-"""How a host is reached: local is this machine, srun a node of the Slurm allocation that this
-process is in."""
+"""Lists the ways to reach a host: local is this machine, srun a node of this process's Slurm
+allocation."""
 
 
 def _srun(host: str) -> list[str]:
@@ -250,7 +250,7 @@ PACKAGES = tuple(
 )
 MEASURING_SECONDS = 3.0
 MIN_FREE_FRACTION = 0.9
-"""Of a GPU's memory: what less is free of, somebody else holds."""
+"""Bounds the free share of a GPU's memory, below which another process uses the GPU."""
 WRITTEN_BY_RUNS = ("run", "checkpoints")
 ANSWER_PREFIX = "@shardwright-probe "
 """Before each answer: a host's own greeting may stand on the same output."""
@@ -302,7 +302,8 @@ def _facts(request: ProbeRequest) -> HostFacts:
 
 
 def _missing_tools() -> tuple[str, ...]:
-    """What DeepSpeed compiles CPUAdam with: each is started, as a broken one is no help."""
+    """Return which tools of a CPUAdam build are missing. Each one is started, as a broken one is no
+    help."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = (
         str(Path(home) / "bin" / "nvcc")
@@ -337,7 +338,7 @@ def _version(package: str) -> str | None:
 
 
 def digest(folder: Path, checkpoints: str) -> str | None:
-    """Of every compiled file's name and bytes; None where there is no plan."""
+    """Hash every compiled file's name and bytes. Returns None where there is no plan."""
     if not (folder / "plan.json").is_file():
         return None
     total = hashlib.sha256()
@@ -354,7 +355,7 @@ def _compiled_files(folder: Path, left_out: Iterable[str]) -> list[Path]:
 
 
 def _first_address() -> str | None:
-    """What DeepSpeed takes for the master's address: the first of `hostname -I`."""
+    """Return the address that DeepSpeed takes for the master's: the first of `hostname -I`."""
     with os.popen("hostname -I 2>/dev/null") as answer:
         words = answer.read().split()
     return words[0] if words else None
@@ -442,7 +443,8 @@ def _rendezvous(meeting: RendezvousRequest) -> RendezvousResult:
 
 
 def _cannot_connect(address: str, port: int, limit: float) -> str | None:
-    """Why there is no connection; the listener may need a moment to be there."""
+    """Return why the address cannot be reached, None once it can. The listener may start a moment
+    later."""
     end = time.monotonic() + limit
     why = ""
     while time.monotonic() < end:

@@ -58,7 +58,8 @@ from shardwright.utils.programs import free_port, program_path, shardwright_comm
 
 
 PLAIN_SECONDS = 2.0
-"""At most one plain line in this time, the first and the last step always."""
+"""Limits plain progress to one line in this time. The first and the last step are always
+printed."""
 
 
 class TrainingProgress:
@@ -107,8 +108,8 @@ class TrainingProgress:
 
 INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
-"""From the end of one host's ranks to the end of all: they have long ended themselves, unless they
-never met."""
+"""Separates the end of one host's ranks from the end of all. Ranks that have met end themselves
+sooner."""
 
 MISSING_DATA_CODES = ("SW6101", "SW6102", "SW6119")
 """Data that is not where the plan says."""
@@ -133,7 +134,7 @@ _LAUNCHER_NOISE = re.compile(
     )
     + ")"
 )
-"""What DeepSpeed and torch say in passing: in run/launcher.log, not on the terminal."""
+"""Matches log lines of DeepSpeed and torch that go to run/launcher.log and not to the terminal."""
 
 
 MAX_PORT_ATTEMPTS = 3

@@ -1,4 +1,4 @@
-"""What must hold before a run may start on this machine. No torch here."""
+"""Check this machine before a run starts on it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ STALE_LOCK_AGE_SECONDS = 600.0
 
 
 def compiles_cpu_adam(plan: Plan) -> bool:
-    """Whether DeepSpeed compiles CPUAdam when a run starts (ds_config.json's torch_adam)."""
+    """Return whether DeepSpeed compiles CPUAdam when a run starts (ds_config.json's torch_adam)."""
     return plan.strategy.offload != "none" and not plan.is_cpu
 
 
 def extensions_root() -> Path:
-    """Where torch builds, without importing it."""
+    """Return the folder in which torch builds extensions, without importing torch."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(given) if given else Path(cache) / "torch_extensions"
@@ -66,7 +66,7 @@ def stale_build_locks(root: Path | None = None) -> tuple[Path, ...]:
 
 
 def _open_files() -> set[str]:
-    """Of the processes that this user may look into."""
+    """Return the open files of every process that this user may inspect."""
     found: set[str] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""How a run is doing, read off the files that it leaves. No torch here."""
+"""Read the state of a run from the files that it writes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class RunState:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the lock is held, or a rank 0 that was started otherwise was here a moment ago and
-    has not ended."""
+    """Return whether the run's lock is held, or a rank 0 without a lock has a recent heartbeat and
+    no final status."""
     if is_locked_by_run(folder):
         return True
     if read_status(folder).status in FINAL_STATUSES:
@@ -169,8 +169,7 @@ RANK_LOST_CAUSE = "gone without a word: killed, or its host lost power or networ
 
 
 def port_was_taken(plan: Plan, run: Path) -> bool:
-    """Whether another process took the port of `master_port: auto` between its choice and rank 0's
-    start."""
+    """Return whether another process took the port of `master_port: auto` before rank 0 started."""
     log = run / "launcher.log"
     if plan.launch.master_port is not None or not log.is_file():
         return False
@@ -219,7 +218,7 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
 def _report_without_cause(
     plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int
 ) -> int:
-    """No rank could speak: a host that ssh does not reach, or a rank that ended before it was
+    """Report a failure that no rank told of: ssh does not reach a host, or a rank died before it
     connected."""
     lost, ended = _SSH_FAILED.search(log), _SSH_ENDED.search(log)
     host = (lost[1] or lost[2]) if lost else ended[1] if ended else None
@@ -263,8 +262,8 @@ def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:
 
 
 def _memory_advice(plan: Plan, cause: str) -> str:
-    """What was predicted, and the nearest layout that needs less; empty where the cause is
-    another."""
+    """Return the predicted memory and the nearest layout that needs less; empty for any other
+    cause."""
     if "out of memory" not in cause.lower() and "OutOfMemory" not in cause:
         return ""
     s, memory = plan.strategy, plan.predicted.memory

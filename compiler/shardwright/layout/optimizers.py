@@ -11,11 +11,12 @@ from shardwright.recipe.literal_types import Offload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What an optimizer keeps and moves, per trained parameter.
+    """Describes what an optimizer stores and moves, per trained parameter.
 
     moments: state tensors beside the master copy, by the names that checkpoints give them.
     moment_bytes: bytes of an element of each. traffic: GPU memory traffic of an update over
-    AdamW's, which calibration measures. Engines say which they run (engines/engine_table.py).
+    AdamW's, which calibration measures. Each engine lists those it supports
+    (engines/engine_table.py).
     """
 
     moments: tuple[str, ...]

@@ -1,2 +1,1 @@
-"""What the ranks of a run tell each other and whoever watches: lost ranks, stalls, events, the
-journal."""
+"""Report what happens to a run's ranks: lost ranks, stalls, events, and the files of the run."""

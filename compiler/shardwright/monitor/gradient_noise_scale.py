@@ -21,7 +21,7 @@ from shardwright.utils.json_values import JsonObject
 from shardwright.utils.number_format import format_number
 
 KEY = "noise_scale"
-"""Of a line of run/metrics.jsonl."""
+"""Names the key in a line of run/metrics.jsonl."""
 WINDOW = 40
 """Measured steps that are averaged at most, the newest: the noise scale moves as the loss falls. Of
 32 rows each, five such averages on a tiny model lay within 40 and 66, where every row's gradient
@@ -33,9 +33,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNoise:
-    """Of one measured step, without bias, so either may be negative. square: |G|^2, the squared
-    length of the mean gradient. variance: tr(Sigma) of a row of mean length. rows: whose gradients
-    were measured."""
+    """Holds one step's estimates, which are unbiased, so that either may be negative.
+
+    square: |G|^2, the squared length of the mean gradient. variance: tr(Sigma) of a sequence of
+    mean length. rows: sequences whose gradients were measured.
+    """
 
     square: float
     variance: float
@@ -44,12 +46,12 @@ class StepNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScale:
-    """In rows. None: the value where the mean square is not positive; `high` where the steps do not
-    tell the mean gradient from none, so that the noise scale may be any larger number; both ends of
-    fewer steps than FEWEST.
+    """Holds a noise scale in sequences of the global batch.
 
-    steps: that were averaged. rows: measured in each. batch: rows of the global batch. step: the
-    last measured one.
+    value: None where the mean square is not positive. high: None where the mean gradient does not
+    differ from zero, so that any larger noise scale is possible. Both ends are None below
+    MIN_STEPS_FOR_INTERVAL steps. steps: averaged ones. rows: sequences measured in each step.
+    batch: sequences of the global batch. step: the last measured one.
     """
 
     value: float | None
@@ -61,7 +63,7 @@ class NoiseScale:
     step: int
 
     def curves(self) -> dict[str, float]:
-        """For trackers, by name."""
+        """Return the values that trackers plot, by name."""
         named = {KEY: self.value, f"{KEY}_low": self.low, f"{KEY}_high": self.high}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -80,9 +82,12 @@ def noise_scale_of_recent_steps(steps: Sequence[tuple[int, StepNoise]], batch: i
 
 
 def ratio_of_means(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
-    """Of all of these steps. A ratio of means and not a mean of ratios, which has a bias. The
-    interval is Fieller's (J. R. Stat. Soc. B 16, 1954), with Student's t, from the scatter over the
-    steps."""
+    """Return the noise scale over all of these steps, as a ratio of means: a mean of ratios has a
+    bias.
+
+    The interval is Fieller's (J. R. Stat. Soc. B 16, 1954), with Student's t, from the scatter over
+    the steps.
+    """
     squares, variances = [n.square for _, n in steps], [n.variance for _, n in steps]
     square, variance = statistics.fmean(squares), statistics.fmean(variances)
     low, high = (
@@ -116,8 +121,8 @@ def _interval(squares: Sequence[float], variances: Sequence[float]) -> tuple[flo
 
 
 def _student(freedom: int) -> float:
-    """Two-sided quantile of Student's t, by Fisher and Cornish's expansion (Abramowitz and Stegun,
-    26.7.5): 1 % low at 3 degrees of freedom, closer beyond."""
+    """Return the two-sided quantile of Student's t, by Fisher and Cornish's expansion (Abramowitz
+    and Stegun, 26.7.5). It is 1 % low at 3 degrees of freedom, and closer beyond."""
     z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     terms = (
         (z**3 + z) / 4,
@@ -144,7 +149,8 @@ def read_step_noise(folder: Path) -> list[tuple[int, StepNoise]]:
 
 
 def run_noise_scale(folder: Path, batch: int) -> NoiseScale | None:
-    """Of a run; None where no step was measured. batch: rows of the global batch."""
+    """Return a run's noise scale; None where no step was measured. batch: sequences of the global
+    batch."""
     steps = read_step_noise(folder)
     return noise_scale_of_recent_steps(steps, batch) if steps else None
 

@@ -1,16 +1,16 @@
-"""What the ranks and rank 0 say to each other, and how it stands on the wire.
+"""Define the messages between the ranks and rank 0, and their encoding.
 
-TCP: the handshake of utils/authenticated_socket.py under the run's token, with the rank's hello in
-it, then one message a line: a JSON object in UTF-8 whose `kind` is one of _KINDS, with exactly that
-class's fields.
+Over TCP: the handshake of utils/authenticated_socket.py under the run's token, with the rank's
+hello in it, then one message a line. A line is a JSON object in UTF-8 whose `kind` is one of
+_KINDS, with exactly that class's fields.
 
     rank -> rank 0   hello, in the handshake; then step, stack, failed, bye
     rank 0 -> rank   dump, end
 
-Whoever does not prove to be a rank within HELLO_TIMEOUT_SECONDS is dropped, so strangers reach
-nothing but a small buffer, for a moment, and few of them at once (monitor_server.py). The lines are
+A connection that has not proved to be a rank within HELLO_TIMEOUT_SECONDS is dropped. Until then it
+fills a small buffer, and few such connections are open at once (monitor_server.py). The lines are
 neither signed nor encrypted: the training network has to be trusted, as NCCL, gloo and torch's
-rendezvous store are open to all of it. What is kept out is whoever merely finds the port.
+rendezvous store are open to all of it. The token keeps out whoever merely finds the port.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from shardwright.utils.json_records import read_record
 TOKEN_VARIABLE = "SHARDWRIGHT_TOKEN"
 TOKEN_IN_ENVIRONMENT = "environment"
 SHARED_FILE_TIMEOUT_SECONDS = 30.0
-"""For a file that rank 0 has written to be seen by all nodes of a shared file system."""
+"""Limits the wait until a file that rank 0 has written appears on all nodes of a shared file
+system."""
 _PREFIX = ".token-"
 
 
@@ -141,12 +142,12 @@ class Bye:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """Every rank is to write its threads' stacks and to say where it is."""
+    """Asks every rank to write its threads' stacks and to report where it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Every rank is to end itself."""
+    """Asks every rank to exit."""
 
     cause: str
 
@@ -172,7 +173,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message | None:
-    """None for anything but a message."""
+    """Return the message of a line, or None where it is not one."""
     try:
         document: Any = parse_json(line.decode("utf-8"))
         return read_record(_KINDS[document.pop("kind")], document)
@@ -188,7 +189,8 @@ class LineReader:
         self._rest = b""
 
     def read(self) -> list[bytes] | None:
-        """What one recv brings; None once the other side is gone, or where a line is too long."""
+        """Return the lines of one recv; None once the other side has closed, or where a line is too
+        long."""
         try:
             chunk = self.connection.recv(65536)
         except BlockingIOError:

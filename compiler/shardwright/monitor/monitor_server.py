@@ -46,8 +46,8 @@ from shardwright.utils.authenticated_socket import (
 from shardwright.utils.json_values import JsonValue
 
 GRACE_SECONDS = 3.0
-"""From the first sign of trouble to the end of all ranks: the cause shall arrive before its echoes
-are cut off."""
+"""Separates the first sign of trouble from the end of all ranks, so that the cause arrives before
+secondary failures are cut off."""
 JOIN_WARNING_SECONDS = 60.0
 STALL_SECONDS = float(os.environ.get("SHARDWRIGHT_STALL_SECONDS", "600"))
 STACK_TIMEOUT_SECONDS = 5.0
@@ -60,7 +60,7 @@ HEARTBEAT_SECONDS = 5.0
 
 
 class _RankConnection:
-    """One connection. hello: what it said, once it has proved it and is that rank."""
+    """Holds one connection. hello: the rank's, once it has authenticated."""
 
     def __init__(self, connection: socket.socket, token: str, connected_at: float) -> None:
         self.connection, self.connected_at = connection, connected_at
@@ -216,8 +216,7 @@ class MonitorServer(threading.Thread):
     def _handle_message(
         self, peer: _RankConnection, rank: int, message: monitor_protocol.Message | None
     ) -> None:
-        """What a rank may not say is passed over: it has proved to be one of ours, and its line is
-        its life."""
+        """Handle a message of an authenticated rank. A kind that a rank may not send is ignored."""
         match message:
             case monitor_protocol.StepDone(step=step):
                 self._advance(rank, step)
@@ -258,7 +257,7 @@ class MonitorServer(threading.Thread):
         self._schedule_shutdown()
 
     def _log_problem(self, text: str) -> None:
-        """To rank 0's own output, and not for ever."""
+        """Print a problem on rank 0's own output, a limited number of times."""
         self._logged_problems += 1
         if self._logged_problems <= MAX_LOGGED_PROBLEMS:
             with contextlib.suppress(OSError):
@@ -269,8 +268,7 @@ class MonitorServer(threading.Thread):
             self._ends_at = time.monotonic() + GRACE_SECONDS
 
     def _end(self) -> None:
-        """Every rank ends itself; rank 0, in whose process this runs, hears of it as the others
-        do."""
+        """Tell every rank to exit. Rank 0, in whose process this runs, gets the same message."""
         self._ends_at = 0.0
         first = first_failure(self._causes)
         if first is None:
@@ -342,8 +340,8 @@ class MonitorServer(threading.Thread):
 
 
 def open_server(address: str) -> socket.socket:
-    """On the rendezvous address only, where this host has it; a translated address is somebody
-    else's card."""
+    """Listen on the rendezvous address alone, where this host has it: a translated address belongs
+    to another network card."""
     try:
         return socket.create_server((address, 0), backlog=1024)
     except OSError:

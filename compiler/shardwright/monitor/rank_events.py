@@ -1,7 +1,7 @@
-"""What ranks say to whoever watches the launcher's output: one line each, on any host, shared file
-system or not.
+"""Define the events that ranks print on the launcher's output, for whoever reads it.
 
-On the line an event is a JSON object: its `kind`, then its class's fields.
+Each event is one line, on any host, with or without a shared file system: a JSON object with its
+`kind` and its class's fields.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _COLLECTIVES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStack:
-    """Where one rank's main thread is.
+    """Holds where one rank's main thread is.
 
-    current_collective: the collective that it is inside of, or None.
-    counts: process group -> collectives that this rank has started in it.
+    current_collective: the collective that it is inside of, or None. counts: process group ->
+    collectives that this rank has started in it.
     """
 
     step: int
@@ -85,7 +85,7 @@ def suspect_ranks(stacks: Mapping[int, RankStack], ranks: Collection[int]) -> tu
 
 
 def _is_ahead(one: RankStack, other: RankStack) -> bool:
-    """Whether `one` has started a collective that `other` has not."""
+    """Return whether `one` has started a collective that `other` has not."""
     shared = one.counts.keys() & other.counts.keys()
     return any(one.counts[name] > other.counts[name] for name in shared)
 
@@ -96,7 +96,7 @@ def stall_text(
     hosts: Mapping[int, str],
     stall_seconds: float,
 ) -> str:
-    """One line: since when, who, where."""
+    """Describe a stall in one line: since when, which ranks, where."""
     since = f"no step for {stall_seconds:.0f} s: "
     if not blamed:
         one = next(iter(stacks.values()))
@@ -122,7 +122,7 @@ EVENT_PREFIX = "@shardwright-event "
 MAX_EVENT_BYTES = 4096
 """PIPE_BUF: ranks share a pipe, and a line shall arrive whole."""
 MAX_CAUSE_CHARACTERS = 1000
-"""Of a cause or a help text."""
+"""Limits the length of a cause or a help text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,8 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStalled:
-    """No step came for long. ranks: those that the others wait for, where that is known."""
+    """Reports that no step was finished for long. ranks: those that the others wait for, where
+    known."""
 
     kind: ClassVar[str] = "stalled"
     ranks: tuple[int, ...] = ()
@@ -161,7 +162,7 @@ class RunStalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNotice:
-    """Also for a kind of another version: "" is no news."""
+    """Reports a notice, also one of another version's kind. The text "" is no notice."""
 
     kind: ClassVar[str] = "note"
     text: str
@@ -193,12 +194,12 @@ def emit(descriptor: int, event: Event) -> None:
 
 
 def read_events(lines: Iterable[str]) -> list[Event]:
-    """In the order of arrival: clocks of several hosts are not compared."""
+    """Return the events in the order of arrival, as clocks of several hosts are not compared."""
     return [event for line in lines if (event := parse_event(line)) is not None]
 
 
 def parse_event(line: str) -> Event | None:
-    """None where the line holds none, or half of one."""
+    """Return the event of a line; None where the line holds none, or half of one."""
     _, marker, text = line.partition(EVENT_PREFIX)
     if not marker:
         return None
@@ -210,7 +211,7 @@ def parse_event(line: str) -> Event | None:
 
 
 def _event(document: dict[str, Any]) -> Event | None:
-    """None where it does not say which rank it is about."""
+    """Return the event of a document; None where it does not name its rank."""
     kind, rank, text = document.get("kind"), document.get("rank"), str(document.get("text") or "")
     if kind == RunStalled.kind:
         return RunStalled(ranks=tuple(document.get("ranks") or ()), text=text)
@@ -232,7 +233,8 @@ _SECONDARY_FAILURE_SIGNS = (
 
 
 def is_secondary_failure(cause: str) -> bool:
-    """Whether an error is what a rank says when its peer went away, and so not the cause."""
+    """Return whether this error is what a rank reports when its peer went away, and so not the
+    cause."""
     return any(sign in cause for sign in _SECONDARY_FAILURE_SIGNS)
 
 

@@ -1,8 +1,7 @@
-"""What every rank does beside training: it holds a line to rank 0, and ends itself when the run is
-over without it.
+"""Keep each rank connected to rank 0 beside training, and end it when the run is over without it.
 
-Nothing outside has to find and kill it: its launcher, the reader of its output and rank 0 each end
-it by going away.
+Nothing outside has to find and kill a rank: it ends when its launcher, the reader of its output or
+rank 0 goes away.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RankMonitor:
-    """One rank's line to the others. output: descriptor of the launcher's output."""
+    """Holds one rank's connection to rank 0. output: descriptor of the launcher's output."""
 
     def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, output: int) -> None:
         self.plan, self.folder, self.rank, self.attempt, self.output = (
@@ -130,7 +129,7 @@ class RankMonitor:
         raise AssertionError
 
     def begin(self, attempt: int) -> None:
-        """Where the ranks themselves count this start."""
+        """Set the number of this start, which the ranks themselves count."""
         self.attempt = attempt
         if self._server is not None:
             self._server.attempt = attempt
@@ -258,7 +257,8 @@ class RankMonitor:
         self._send(monitor_protocol.StackReport(stack=stack))
 
     def _end(self, cause: str) -> None:
-        """Not the interpreter's way out: the main thread may be in a collective for ever."""
+        """Exit at once, without the interpreter's cleanup: the main thread may be in a collective
+        for ever."""
         with contextlib.suppress(OSError):
             print(f"rank {self.rank} ends: {cause}", file=sys.stderr, flush=True)
         os._exit(1)

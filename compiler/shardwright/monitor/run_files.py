@@ -1,5 +1,5 @@
-"""What a run leaves for its readers: run/attempt.json (in), run/metrics.jsonl,
-run/evaluation.jsonl, run/saves.jsonl, run/status.json, run/errors/ (out)."""
+"""Write and read the files of a run: run/attempt.json, run/metrics.jsonl, run/evaluation.jsonl,
+run/saves.jsonl, run/status.json and run/errors/."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _TYPES = {"int | None": int, "str | None": str, "JsonValue": object}
 
 
 def _record_without_unknown_keys(kind: type[Record], document: JsonObject) -> Record:
-    """Without what `kind` has no field for, or a field of another type."""
+    """Build a record from the known keys of `document` whose values have the field's type."""
     types = {f.name: _TYPES[str(f.type)] for f in fields(cast(Any, kind)) if f.name in document}
     return kind(
         **{name: document[name] for name, of in types.items() if isinstance(document[name], of)}
@@ -198,7 +198,7 @@ def read_save_statistics(folder: Path) -> SaveStatistics | None:
 
 
 def number(value: object) -> float:
-    """Of a line that was read: null stands for one that is not finite."""
+    """Return a number of a line that was read. null stands for one that is not finite."""
     return math.nan if value is None else float(str(value))
 
 

@@ -24,7 +24,7 @@ NONCE_BYTES = PROOF_BYTES = 32
 HELLO_SIZE_BYTES = 2
 MAX_HELLO_BYTES = 2**12
 HANDSHAKE_SECONDS = 10.0
-"""For all of a handshake; each side needs milliseconds for it."""
+"""Limits a whole handshake; each side needs milliseconds for it."""
 
 
 class ChannelError(ConnectionError):
@@ -40,9 +40,9 @@ class WrongSecret(ChannelError, PermissionError):
 
 
 class Handshake:
-    """One side of a handshake, without a socket. hello: the client's, on both sides.
+    """Runs one side of a handshake, without a socket. hello: the client's, on both sides.
 
-    output: what is to be sent next: at first the greeting, for a server at the end its proof, which
+    output: the bytes to send next: at first the greeting, for a server at the end its proof, which
     it sends only to a client that it takes.
     """
 
@@ -209,7 +209,8 @@ def raise_descriptor_limit() -> int:
 
 
 def is_out_of_descriptors(error: OSError) -> bool:
-    """Whether accept() failed because the process or the host has no descriptor or buffer left."""
+    """Return whether accept() failed because the process or the host has no descriptor or buffer
+    left."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

@@ -1,4 +1,4 @@
-"""How this process ends the programs that it has started."""
+"""Start and end the programs that this process needs."""
 
 from __future__ import annotations
 

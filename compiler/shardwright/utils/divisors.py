@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """All of them, ascending, in sqrt(n) steps: n may be the GPUs of a whole data centre."""
+    """Return all divisors, ascending, in sqrt(n) steps: n may be the GPUs of a whole data
+    centre."""
     small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
     return tuple(dict.fromkeys([*small, *(n // k for k in reversed(small))]))
 

@@ -1,4 +1,4 @@
-"""What somebody else wrote, read so that it can neither block this process nor exhaust it."""
+"""Read files of other users so that they can neither block this process nor exhaust it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import cast
 from shardwright.utils.json_values import JsonValue
 
 MAX_FILE_BYTES = 16 * 2**20
-"""Of a file whose reader names no limit of its own: a configuration, a hostfile, a script."""
+"""Bounds a file whose reader names no limit of its own: a configuration, a hostfile, a script."""
 MAX_JSON_DEPTH = 64
 """Levels. What is written for people or by transformers and DeepSpeed has fewer than ten; Python's
 own walks of a value are recursive and end at about a thousand."""

@@ -1,6 +1,5 @@
-"""Where the data folders are: inside an installed package, or at the top of the repository in an
-editable install.
-"""
+"""Find the data folders: inside an installed package, or at the top of the repository in an
+editable install."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ def missing_peft() -> Diagnostic | None:
 
 
 def missing_flash_attention() -> Diagnostic | None:
-    """Its kernels are what `attention: flash_attention_2` runs."""
+    """Return an error where flash-attn, which `attention: flash_attention_2` runs on, is not
+    installed."""
     message = "the plan's attention is flash_attention_2, and flash-attn is not installed here"
     help = (
         "pip install flash-attn --no-build-isolation, on every host; or compile with "
@@ -81,9 +81,11 @@ def _missing(package: str, told: Diagnostic) -> Diagnostic | None:
 
 
 def installed_version(name: str) -> str | None:
-    """None where the distribution is not installed. It stands in the name of its folder
-    NAME-VERSION.dist-info; the standard library's own answer takes longer to import than to
-    give."""
+    """Return a distribution's version; None where it is not installed.
+
+    The version is part of the folder's name, NAME-VERSION.dist-info. importlib.metadata takes
+    longer to import than this takes to answer.
+    """
     for folder in sys.path:
         for entry in glob.iglob(f"{name}-*.dist-info", root_dir=folder or os.curdir):
             return entry.removeprefix(f"{name}-").removesuffix(".dist-info")

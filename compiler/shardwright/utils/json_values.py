@@ -16,7 +16,7 @@ else:
     JsonValue = Any  # msgspec (json_records.py) reads no type that holds itself
 JsonObject = Mapping[str, JsonValue]
 JsonDocument = dict[str, object]
-"""What `strict_json` writes as an object: values of JSON, and records."""
+"""Describes an object that `strict_json` writes: JSON values, and records."""
 
 # JSON that every parser takes: RFC 8259 has no NaN and no infinity, Python's `json` writes both.
 #

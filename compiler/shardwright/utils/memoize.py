@@ -1,7 +1,7 @@
-"""What a search asks again and again is computed once, told apart by the values that it depends on,
-never by a name.
+"""Memoize by value, never by a name.
 
-Functions whose arguments are those values take functools.lru_cache; the others name them here.
+Functions whose arguments are those values take functools.lru_cache; the others name the values
+here.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def rank_or_gpu(*, is_cpu: bool) -> str:
-    """What a rank runs on: on a CPU there is nothing smaller to name than the rank itself."""
+    """Return what a rank runs on. On a CPU there is no smaller unit than the rank itself."""
     return "rank" if is_cpu else "GPU"
 
 
@@ -25,7 +25,7 @@ def format_token_rate(tokens_per_second: float, *, is_cpu: bool) -> str:
 
 
 def format_days(days: float) -> str:
-    """In the largest unit of which there are two."""
+    """Format days in the largest unit of which there are two."""
     for unit, per_day in (("days", 1), ("hours", 24), ("minutes", MINUTES_PER_DAY)):
         if days * per_day >= 2:
             return f"{format_number(days * per_day)} {unit}"

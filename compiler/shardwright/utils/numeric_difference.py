@@ -1,8 +1,8 @@
-"""How far apart two results are: what `verify`, the probes and the tests compare by.
+"""Measure how far two results differ, for `verify`, the probes and the tests.
 
-A difference is a number from 0 up, and infinite where nothing was shown: NaN on either side, an
-infinity, a value, weight or shape that the other side does not have, nothing to compare at all.
-Never NaN, so that `max` over differences, and `<=` against a limit, cannot lose one.
+A difference is 0 or more. It is infinite where nothing can be compared: NaN on either side, an
+infinity, or a value, weight or shape that the other side lacks. It is never NaN, so that `max` over
+differences, and `<=` against a limit, cannot lose one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def difference(actual: float | None, expected: float | None, *, relative: bool = False) -> float:
-    """None: metrics.jsonl's word for a value that is not finite. relative: to `wanted`."""
+    """Return the absolute difference, or the one relative to `expected`. None stands for a value
+    that is not finite, as in metrics.jsonl."""
     if (
         actual is None
         or expected is None
@@ -47,7 +48,7 @@ def max_series_diff(
 
 
 def max_abs_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Over the elements; tensors without any are the same."""
+    """Return the largest difference of two elements; 0 for tensors without elements."""
     if actual.shape != expected.shape:
         return math.inf
     if not actual.numel():
@@ -59,7 +60,8 @@ def max_abs_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def relative_error(
     actual: torch.Tensor, expected: torch.Tensor, *, smallest_scale: float = 0.0
 ) -> float:
-    """As a share of `wanted`'s largest element, or of `least` where that is larger."""
+    """Return the difference as a share of `expected`'s largest element, or of `smallest_scale`
+    where that is larger."""
     off = max_abs_diff(actual, expected)
     if not 0 < off < math.inf:
         return off
@@ -70,7 +72,7 @@ def relative_error(
 def state_dict_max_abs_diff(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> float:
-    """Over the tensors of both, by name."""
+    """Return the largest difference over the tensors of both, by name."""
     if actual.keys() != expected.keys():
         return math.inf
     return largest_difference(max_abs_diff(actual[name], expected[name]) for name in expected)

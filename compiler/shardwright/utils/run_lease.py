@@ -1,9 +1,9 @@
-"""Who trains in a folder: a small file there that its owner touches every few seconds.
+"""Hold a folder for one run: the owner touches a small file there every few seconds.
 
-File locks do not hold across hosts on every file system, so this needs none: a file is created by
-one process alone, its age is told by the file system's own clock, and what looks too old is watched
-before it is believed. On the owner's own machine its process is looked at instead. No clock of any
-host is compared with another's.
+File locks do not hold across hosts on every file system, so the lease needs none. One process alone
+creates the file, and its age is told by the file system's own clock. A lease that looks too old is
+watched before it is taken over. On the owner's own machine its process is inspected instead. No two
+hosts' clocks are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEASE_EXPIRY_SECONDS = 60.0
 """An owner that was silent for so long is gone: a shared file system can hang for tens of
 seconds."""
 EXPIRY_CONFIRMATION_SECONDS = 15.0
-"""How long an owner that looks gone is watched: the file system's clock may have jumped."""
+"""Limits how long an owner that looks gone is watched: the file system's clock may have jumped."""
 _LOOK_SECONDS = 0.5
 _MAX_BYTES = 65536
 
@@ -53,7 +53,7 @@ class LeaseOwner:
     parent: int
 
     def lives(self) -> bool | None:
-        """None where it cannot be seen from here."""
+        """Return whether the process runs; None where it cannot be seen from here."""
         if (self.boot, self.namespace) != _this_machine() or not self.boot:
             return None
         return _start_ticks(self.pid) == self.started
@@ -88,7 +88,8 @@ def _this_machine() -> tuple[str, str]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """None where there is no such process, or it has ended and nobody has fetched its exit code."""
+    """Return when a process started, in ticks; None where it has ended, also where its exit code
+    was not fetched."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -107,7 +108,8 @@ class _LeaseState:
 
 
 def _read_lease(path: Path) -> _LeaseState | None:
-    """None where there is none. Opening it makes a network file system ask its server."""
+    """Return the lease; None where there is none. Opening it makes a network file system ask its
+    server."""
     try:
         with path.open("rb") as file:
             text, touched = file.read(_MAX_BYTES), os.fstat(file.fileno()).st_mtime_ns
@@ -124,7 +126,7 @@ def _read_lease(path: Path) -> _LeaseState | None:
 
 
 def _now_ns(folder: Path) -> int:
-    """By the clock of the file system."""
+    """Return the time by the file system's clock."""
     try:
         with tempfile.NamedTemporaryFile(prefix=".now-", dir=folder) as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -133,8 +135,8 @@ def _now_ns(folder: Path) -> int:
 
 
 def is_locked_by_run(folder: Path) -> bool:
-    """Whether `run` or its launcher lives in a compiled folder, on this host: they hold a file
-    lock."""
+    """Return whether `run` or its launcher lives in a compiled folder on this host: they hold a
+    file lock."""
     try:
         with (folder / "run" / "lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -152,8 +154,8 @@ def lease_owner(path: Path) -> LeaseOwner | None:
 
 
 def live_owner(path: Path, say: MessageCallback | None = None) -> LeaseOwner | None:
-    """Who holds the lease and lives. One that cannot be seen from here is watched: for
-    LEASE_EXPIRY_SECONDS at most, which `say` is told."""
+    """Return the owner of the lease if it lives. An owner that cannot be seen from here is watched
+    for LEASE_EXPIRY_SECONDS at most, which `say` is told."""
     state = _read_lease(path)
     for _ in range(4):  # it is created empty, and written at once
         if state is None or state.owner is not None:
@@ -198,8 +200,8 @@ class LeaseHeldError(Exception):
 
 
 class Lease:
-    """Of several places at once. taken: whether take() was called; lost: who has taken a place of
-    it since."""
+    """Holds leases of several places at once. taken: whether take() was called. lost: who has taken
+    a place over since."""
 
     def __init__(self, paths: Sequence[Path], owner: LeaseOwner) -> None:
         self.paths, self.owner = tuple(paths), owner
@@ -293,8 +295,8 @@ def _create(path: Path, owner: LeaseOwner) -> None:
 
 @contextlib.contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
-    """Between this machine's processes; between hosts only on some file systems: there the loser of
-    two that take over at once sees it at its next beat."""
+    """Lock a folder between this machine's processes. Where two hosts take a lease over at once,
+    the loser sees it at its next heartbeat."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

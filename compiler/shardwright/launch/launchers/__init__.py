@@ -1,1 +1,1 @@
-"""How the ranks are started: the launch files of each target."""
+"""Hold the launchers: how each one starts the ranks, and which launch files it needs."""

@@ -21,7 +21,7 @@ from shardwright.plan.plan import Plan
 from shardwright.utils.programs import program_path
 
 COMMAND_TIMEOUT_SECONDS = 15.0
-"""For each command: a controller that is there answers in a few."""
+"""Limits one command. A controller that is up answers within a few seconds."""
 _LOG = re.compile(r"^(?:(?:sbatch|srun|sinfo|scontrol): )?(?:(?:error|fatal): )?", re.MULTILINE)
 
 

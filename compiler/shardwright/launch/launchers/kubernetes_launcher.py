@@ -74,7 +74,7 @@ def _merge_items(target: MutableSequence[Any], patch: list[JsonObject], kind: Po
 
 
 def _quoted(value: JsonValue, kind: PodFieldType) -> Any:
-    """Without what is null, and every text in quotes."""
+    """Return a copy without null values and with every text in quotes."""
     if isinstance(value, Mapping):
         type_name = kind.item if kind.holds == "one" else ANY.item
         known = pod_fields_of(type_name)

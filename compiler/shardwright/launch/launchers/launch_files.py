@@ -21,7 +21,7 @@ SCRIPT_NAMES: frozenset[str] = frozenset(
 
 
 def is_launch_file(name: str) -> bool:
-    """Whether `launch_files` writes it."""
+    """Return whether `launch_files` writes a file of this name."""
     return name in SCRIPT_NAMES or name == "train.py" or name.startswith("launch/")
 
 

@@ -56,7 +56,7 @@ class Launcher:
 
     @property
     def submits(self) -> bool:
-        """Whether `run` hands the job over here, and the ranks start later."""
+        """Return whether `run` submits a job here, whose ranks start later."""
         return self.scheduler is not None and not self.is_allocated
 
     @property
@@ -134,8 +134,11 @@ def resolve_launcher(launch: LaunchSection, nodes: int) -> Launcher:
 
 
 def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> LaunchSection:
-    """As the plan has it: auto settled, files by their place in the compiled folder. reads_hosts:
-    the engine's."""
+    """Return the launch section of a plan: `auto` resolved, files by their path in the compiled
+    folder.
+
+    reads_hosts: whether the engine reads a hostfile.
+    """
     launcher = resolve_launcher(launch, nodes)
     has_hostfile = reads_hosts and (
         nodes == 1 or launch.hostfile is not None or not launcher.uses_hostfile
@@ -156,7 +159,7 @@ def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> Laun
 
 
 def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """What the chosen launcher cannot do with these values."""
+    """Return what the chosen launcher does not support of these values."""
     launch, nodes, wrong = recipe.launch, recipe.cluster.nodes or 1, list[Diagnostic]()
     launcher = resolve_launcher(launch, nodes)
     if not launcher.is_multi_node and nodes > 1:
