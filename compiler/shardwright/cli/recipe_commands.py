@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 MAX_RECIPE_NODES = 1024
-"""How many are tried, in powers of two, to say how many would do."""
+"""Bounds the powers of two that are tried to find how many nodes the model needs."""
 
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,5 @@
-"""Diagnostics: the codes, the type, the renderer (render.py, imported only where text is
-printed)."""
+"""Diagnostics: the codes, the type, the renderer (diagnostic_rendering.py, imported only where text
+is printed)."""
 
 from shardwright.diagnostics.diagnostic import (
     Diagnostic,

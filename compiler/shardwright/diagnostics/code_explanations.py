@@ -1,4 +1,4 @@
-"""What a code means, at length: `explain SW1234`."""
+"""Explains a code at length: `explain SW1234`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from shardwright.diagnostics.code_registry import CODES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeExplanation:
-    """title: the registry's line. example, instead: a file with the fault and without; "" where
-    there is none. audience: "" or what `--for` has to say for the example; world_size: 0 or what
-    `--world-size` has to. source: where in the engine it stands, and the threads of users who met
-    it."""
+    """Holds the explanation of a code.
+
+    title: the registry's line. example, instead: a file with the fault and the same file without;
+    "" where there is none. audience, world_size: `--for` and `--world-size` that the example needs,
+    "" and 0 where none. source: the engine's line, and threads of users who met the fault.
+    """
 
     code: str
     title: str
@@ -31,13 +33,13 @@ class CodeExplanation:
 
 @functools.cache
 def ds_config_explanations() -> Mapping[str, CodeExplanation]:
-    """Of every code about a ds_config that has more than the registry's line."""
+    """Returns the explanation of each ds_config code that has more than the registry's line."""
     return _read("ds_config_codes.toml")
 
 
 @functools.cache
 def megatron_args_explanations() -> Mapping[str, CodeExplanation]:
-    """The same of Megatron-LM's arguments."""
+    """Returns the explanations of the codes about Megatron-LM's arguments."""
     return _read("megatron_args_codes.toml")
 
 
@@ -48,7 +50,7 @@ def _read(name: str) -> dict[str, CodeExplanation]:
 
 
 def explanation(code: str) -> CodeExplanation | None:
-    """None where there is no such code."""
+    """Returns the explanation of a code; None where there is no such code."""
     if code not in CODES:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What a user is told: a code, one line, where it is in the recipe, and how to go on."""
+"""Defines a diagnostic: a code, one line, its place in the recipe, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.diagnostics.code_registry import CODES
 
 Severity = Literal["error", "warning", "note"]
 KeyPath = tuple[str | int, ...]
-"""Where in the recipe: ("parallelism", "tensor"); () is the document itself."""
+"""Names a key of the recipe: ("parallelism", "tensor"); () is the document itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where each key of the recipe stands, and the text to show.
+    """Holds the place of each key of the recipe, and the text to show.
 
     locations: key path -> place of the *value*; key_locations: key path -> place of the key itself.
     texts: file name as printed -> its text.
@@ -39,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
-    """One finding.
+    """Holds one finding.
 
     code: a key of CODES, e.g. "SW3101".
     message: one line, the cause, with the offending value in it.
@@ -70,8 +70,8 @@ def found(
     valid: Iterable[int | str] = (),
     severity: Severity = "error",
 ) -> Diagnostic:
-    """where: a recipe key, dotted or as a path, or a place in a text; None where it is about
-    neither."""
+    """Make a diagnostic. where: a recipe key, dotted or as a path, or a place in a text; None where
+    it is about neither."""
     place = where if isinstance(where, Location) else None
     key = (
         None
@@ -93,7 +93,7 @@ def found(
 
 
 class Refusal(Exception):
-    """Bad input: carries every independent error found, never just the first.
+    """Reports bad input: carries every independent error found, never just the first.
 
     source: where the recipe's keys stand, so that the renderer can show lines; set by whoever knows
     the recipe.
@@ -108,5 +108,5 @@ class Refusal(Exception):
 def refusal(
     code: str, message: str, help: str, key: KeyPath | None = None, valid: Iterable[str] = ()
 ) -> Refusal:
-    """Of one finding."""
+    """Make a Refusal with one finding."""
     return Refusal(found(code, key, message, help, valid))

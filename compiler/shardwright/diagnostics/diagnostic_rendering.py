@@ -1,5 +1,5 @@
-"""Diagnostics as text for people (the recipe's line with a caret under the value) and as plain JSON
-for programs.
+"""Renders diagnostics as text for people (the recipe's line with a caret under the value) and as
+plain JSON for programs.
 
 Nothing of a recipe reaches the terminal raw: control characters, escapes and direction marks become
 visible signs.
@@ -38,14 +38,14 @@ Paint = Callable[[str, str], str]
 def render_diagnostics(
     diagnostics: Iterable[Diagnostic], source: Source | None, *, color: bool
 ) -> str:
-    """One block a diagnostic, a blank line between; ends with a newline unless there is none."""
+    """Return a block per diagnostic, with a blank line between two; "" without diagnostics."""
     paint = _colored if color else _plain
     return "\n".join(_block(diagnostic, source, paint) for diagnostic in diagnostics)
 
 
 def location_of(diagnostic: Diagnostic, source: Source | None) -> Location | None:
-    """The place to show: the diagnostic's own, or its key's, or that of the nearest section that
-    the recipe has."""
+    """Return the place to show: the diagnostic's own, or its key's, or that of the nearest section
+    that the recipe has."""
     if diagnostic.location is not None or source is None:
         return diagnostic.location
     key = diagnostic.key
@@ -67,8 +67,8 @@ def location_of(diagnostic: Diagnostic, source: Source | None) -> Location | Non
 def diagnostic_to_json(
     diagnostic: Diagnostic, source: Source | None = None
 ) -> dict[str, str | int | None]:
-    """file, line and column are None where the diagnostic has no place; line and column 0 mean the
-    file as a whole."""
+    """Return a diagnostic as JSON. file, line and column are None where it has no place; line and
+    column 0 mean the file as a whole."""
     place = location_of(diagnostic, source)
     return {
         "code": diagnostic.code,
@@ -82,7 +82,7 @@ def diagnostic_to_json(
 
 
 def escape_control_characters(text: str) -> str:
-    """Text that cannot move the cursor, switch colours or reorder what stands beside it."""
+    """Return text that cannot move the cursor, switch colours or reorder its neighbours."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_visible(character) for character in text)
@@ -100,7 +100,7 @@ def _visible(character: str) -> str:
 
 
 def width(text: str) -> int:
-    """Terminal columns: wide characters take two, combining ones none."""
+    """Count terminal columns: wide characters take two, combining ones none."""
     return len(text) if text.isascii() else sum(_width(character) for character in text)
 
 
@@ -152,12 +152,12 @@ def _excerpt(place: Location | None, source: Source | None, tone: str, paint: Pa
 
 @functools.lru_cache(maxsize=8)
 def _lines(text: str) -> tuple[str, ...]:
-    """Split once for all the findings of a file."""
+    """Split a text into lines, once for all findings of a file."""
     return tuple(_LINE_BREAK.split(text))
 
 
 def _cut(line: str, place: Location) -> tuple[str, int, int]:
-    """(text to show, columns before the caret, carets), at most WIDEST columns wide."""
+    """Return (text to show, columns before the caret, carets), at most WIDEST columns wide."""
     start = max(0, place.column - 1)
     end, far = (
         start + place.length,

@@ -1,4 +1,4 @@
-"""The result of one check of `doctor`."""
+"""Defines the result of one check of `doctor`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from shardwright.diagnostics import Diagnostic, found
 
 MIN_BANDWIDTH_FRACTION = 0.7
-"""Of the assumed bandwidth: below it the plan's step time does not hold. A good fabric gives 0.8
-and more."""
+"""Bounds measured over assumed bandwidth: below it the plan's step time does not hold. A good
+fabric gives 0.8 and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCheck:
-    """One line of the table. problems: () where all is well. checked: False where it cannot be;
-    told says what."""
+    """Holds one line of the table. problems: () where the check passes. checked: False where the
+    check cannot run; `told` says why."""
 
     name: str
     told: str

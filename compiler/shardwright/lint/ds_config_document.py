@@ -1,4 +1,4 @@
-"""A ds_config file -> its values, and where each of them stands.
+"""Reads a ds_config file: its values, and the place of each.
 
 DeepSpeed reads the file with Hjson (runtime/tensor_parallel/init_utils.py, load_ds_config):
 comments, a trailing comma and unquoted words are allowed. The Trainer and Accelerate read it with
@@ -37,9 +37,12 @@ MOST_BYTES = 512 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """name: the file, as printed. is_json: plain JSON, not Hjson. bare: the text with comments and
-    trailing commas blanked out, offset for offset; keys, values: where each stands in it (empty
-    where Hjson has no quotes to go by)."""
+    """Holds a ds_config.
+
+    name: the file, as printed. uncommented: the text with comments and trailing commas blanked out,
+    offset for offset. is_plain_json: JSON without Hjson's additions. keys, values: the place of
+    each in `uncommented`; empty where Hjson leaves quotes out.
+    """
 
     name: str
     text: str

@@ -1,6 +1,5 @@
-"""What a ds_config asks of DeepSpeed that the named model does not take: AutoEP's expert ranks, and
-the wrapper that shares rows out over sequence ranks (Ulysses). The file alone does not show it, so
-these rules want `--model`.
+"""Check a ds_config against a named model (`--model`): AutoEP's expert ranks, DeepSpeed's sequence
+parallelism (Ulysses), and the memory that each GPU needs.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ AUTOEP = "expert_parallel"
 def lint_for_model(
     ds_config: LintedDsConfig, model: str, sequence_length: int | None
 ) -> tuple[LintFinding, ...]:
-    """Yield SW4612 to SW4614.
+    """Return SW4612 to SW4614.
 
     sequence_length: tokens of a sequence; None where it was not given
 
@@ -75,9 +74,11 @@ def lint_for_model(
 
 
 def detected() -> Mapping[str, str]:
-    """Type of the model -> what AutoEP makes of it: found | missed | refused, as
+    """Map a model type to what AutoEP does with its experts: found | missed | refused.
+
     tools/generate/autoep_support.py measured it for every type of transformers that has experts and
-    runs."""
+    runs.
+    """
     text = resources.files("shardwright.lint").joinpath("autoep.json").read_text("utf-8")
     table: dict[str, str] = json.loads(text)
     return table

@@ -177,9 +177,12 @@ TRAIN_BATCH_SIZE_KEY, MICRO_BATCH_SIZE_KEY, ACCUMULATION_STEPS_KEY = (
 
 
 def data_ranks(ds_config: LintedDsConfig) -> int | None:
-    """What DeepSpeed divides by: the ranks, over the sequence-parallel ones. It does not divide by
-    tensor_parallel.autotp_size, nor by pipeline stages that only the module knows; so None with a
-    pipeline."""
+    """Return the data ranks that DeepSpeed divides the batch by: all ranks over the
+    sequence-parallel ones.
+
+    DeepSpeed does not divide by tensor_parallel.autotp_size. None with a pipeline, whose stages
+    only the module knows.
+    """
     world = ds_config.world_size
     sequence = ds_config.integer("sequence_parallel_size") or 1
     if world is None or ds_config.has_pipeline or world % sequence:
@@ -319,8 +322,8 @@ _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
 def optimizer(ds_config: LintedDsConfig) -> JsonObject | None:
-    """Its entry in the snapshot; None where there is none of this name. DeepSpeed's own are matched
-    in any case."""
+    """Return the optimizer's entry in the snapshot; None where there is none of this name.
+    DeepSpeed's own names match in upper and lower case."""
     name = ds_config.get("optimizer", "type")
     if not isinstance(name, str):
         return None

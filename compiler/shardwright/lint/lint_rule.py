@@ -16,13 +16,13 @@ from shardwright.engines.deepspeed.ds_config_schema import (
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 Audience = Literal["deepspeed", "trainer"]
-"""Who hands the file to DeepSpeed: a script of one's own, or the HF Trainer or Accelerate."""
+"""Tells who passes the file to DeepSpeed: a script, or the HF Trainer or Accelerate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """set: `path` gets `value`. rename: the key `path` becomes `name`. remove: `path` goes. add: a
-    new key `path`."""
+    """Describes one edit. set: `path` gets `value`. rename: the key `path` becomes `name`. remove:
+    `path` goes. add: a new key `path` with `value`."""
 
     kind: Literal["set", "rename", "remove", "add"]
     path: KeyPath
@@ -31,7 +31,7 @@ class Edit:
 
 
 class RuleViolation(NamedTuple):
-    """Hold what a rule's function yields.
+    """Holds what a rule's function yields.
 
     help, severity: "" for the rule's own
     fix: edits that repair the fault; () where a person must decide
@@ -59,11 +59,11 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LintedDsConfig:
-    """Hold the file that rules check.
+    """Holds the file that rules check.
 
-    declared: `--for` was given
+    is_audience_given: `--for` was given
     world_size: ranks, or None
-    is_json: plain JSON, without Hjson
+    is_plain_json: JSON without Hjson's additions
     """
 
     config: JsonObject

@@ -1,5 +1,5 @@
-"""What Megatron-LM's parser refuses of a layout, and what it lets through although Megatron-Core
-cannot run it. Lines are of megatron-core 0.19.0.
+"""Check Megatron-LM's arguments: what its parser rejects, and layouts that it accepts although
+Megatron-Core cannot run them. Line numbers are of megatron-core 0.19.0.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from shardwright.utils.file_io import read_regular_text_file
 _LAUNCHERS = tuple(
     name for name, row in LAUNCHERS.items() if row.program and not row.has_separate_filesystem
 )
-"""Those that `deepspeed --launcher` has too: a program here reaches the nodes."""
+"""Lists the launchers that `deepspeed --launcher` shares with `launch.launcher`."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
 _OWN_PROGRAM = "shardwright run trains by a program of its own"
 _UNUSED_OPTIONS: dict[str, str] = {

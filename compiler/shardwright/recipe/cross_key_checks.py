@@ -1,7 +1,7 @@
-"""Keys against each other: what needs neither the model nor the files.
+"""Checks keys against each other, without the model and without the files.
 
-Each check names the keys it reads and is skipped where one of those is wrong already, so that one
-mistake is told once.
+Each check names the keys that it reads, and is skipped where one of them is wrong already: one
+mistake gives one message.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DocumentView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossCheck:
-    """whole: it looks at the recipe of all islands, not at that of one."""
+    """Holds a check. all_islands: it reads the recipe of all islands, not that of one."""
 
     keys: tuple[str, ...]
     find: Callable[[DocumentView], Iterable[Diagnostic]]
@@ -62,7 +62,7 @@ class CrossCheck:
 
 
 def cross_key_errors(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnostic, ...]:
-    """`document` is completed; `wrong`: keys that have a diagnostic."""
+    """Return the errors of a completed document. wrong: keys that have a diagnostic already."""
     bad, view = {key for key in wrong if key}, DocumentView(single_island_document(document))
     above = {key[:length] for key in bad for length in range(1, len(key) + 1)}
     errors: list[Diagnostic] = []
@@ -144,8 +144,8 @@ def _check_trust_remote_code(view: DocumentView) -> Iterable[Diagnostic]:
 
 
 def _data_parallel(view: DocumentView) -> tuple[int | None, str]:
-    """The data parallel degree that is pinned or follows from the world, and words for where it
-    comes from."""
+    """Return the data parallel degree that is pinned or follows from the world size, and the text
+    that shows its origin; (None, "") where neither gives it."""
     data = view.number("parallelism.data")
     if data is not None:
         return data, f"data={data}"
@@ -163,13 +163,13 @@ def _data_parallel(view: DocumentView) -> tuple[int | None, str]:
 
 
 _DEGREES = tuple(f"parallelism.{name}" for name in FREE_DEGREES)
-"""Data is the last."""
+"""Lists the free degrees; data is the last."""
 _CONTEXT = "parallelism.context"
-"""The one that is left, and is 1 in most recipes."""
+"""Names the degree that is not free: 1 in most recipes."""
 
 
 def _context_is_off(view: DocumentView) -> bool:
-    """Whether the other degrees leave the world to these."""
+    """Tell whether context parallelism is off: the free degrees alone make up the world size."""
     degree, length = view.number(_CONTEXT), view.get("training.sequence_length")
     if degree is None and isinstance(length, int):  # auto
         degree = max(context_degrees(length, view.number("cluster.gpus_per_node") or 1))
@@ -282,7 +282,7 @@ def _min_lr(view: DocumentView) -> Iterable[Diagnostic]:
 
 
 def _accumulation(view: DocumentView) -> Iterable[Diagnostic]:
-    """DeepSpeed accumulates in the compute type or in fp32."""
+    """Check that gradients accumulate in the compute type or in fp32, as DeepSpeed does."""
     key, precision = "training.gradient_accumulation_dtype", view.text("training.precision")
     dtype, valid = view.get(key), tuple(dict.fromkeys(("auto", "fp32", precision)))
     if dtype is not None and dtype not in valid:

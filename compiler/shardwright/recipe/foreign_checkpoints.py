@@ -1,5 +1,5 @@
-"""Checkpoints that other programs write, told apart by the names of their files. Nothing in them is
-opened, and no pickle is read."""
+"""Identifies checkpoints of other programs by their file names. No file is opened, no pickle is
+read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from shardwright.diagnostics import Diagnostic, KeyPath, found
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCheckpoint:
-    """name: whose checkpoint it is. files: globs, relative to the folder; one match is enough.
-    help: what to do, with {path} for the folder and {out} for a new one."""
+    """Describes a checkpoint format. name: the program that writes it. files: globs relative to the
+    folder, of which one match is enough. help: with {path} for the folder and {out} for a new one.
+    """
 
     name: str
     files: tuple[str, ...]
@@ -128,19 +129,19 @@ _KINDS = (
         ),
     ),
 )
-"""The first that matches counts: special ones stand before general ones."""
+"""Lists the formats, special before general: the first match counts."""
 
 
 def identify_checkpoint(folder: Path) -> ForeignCheckpoint | None:
-    """None where the folder is no checkpoint of another program that is known."""
+    """Return the format of a folder; None where it is no known checkpoint of another program."""
     return next(
         (kind for kind in _KINDS if any(_matches(folder, files) for files in kind.files)), None
     )
 
 
 def foreign_checkpoint_error(folder: Path, key: KeyPath | None = None) -> Diagnostic | None:
-    """SW6220 for a checkpoint of another program, None for anything else. key: of the recipe that
-    names the folder."""
+    """Return SW6220 for a checkpoint of another program, None for anything else. key: the recipe's
+    key that names the folder."""
     kind = identify_checkpoint(folder)
     if kind is None:
         return None
@@ -154,7 +155,7 @@ def foreign_checkpoint_error(folder: Path, key: KeyPath | None = None) -> Diagno
 
 
 def _matches(folder: Path, files: str) -> bool:
-    """files: globs that all have to match, with + between them."""
+    """Tell whether the folder has a file for each of the globs, which + separates."""
     try:
         return all(next(folder.glob(pattern), None) is not None for pattern in files.split("+"))
     except OSError:

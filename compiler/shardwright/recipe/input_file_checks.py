@@ -1,5 +1,5 @@
-"""The files that a recipe names: are they there, and are they what they should be? Apart from
-load_recipe, since an estimate needs none of them."""
+"""Checks that the files that a recipe names exist and are of the right kind. An estimate needs none
+of them, so load_recipe does not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, DataSection, Reci
 
 
 def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """Every file or folder that the recipe names and that is missing or of the wrong kind."""
+    """Return an error for each named file or folder that is missing or of the wrong kind."""
     found: list[Diagnostic] = []
     if recipe.model.source is not None:
         found += _model_folder(recipe.model.source)
@@ -134,7 +134,7 @@ def _wrong_file(key: KeyPath, path: str, what: str, help: str, code: str = "SW13
 
 
 def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
-    """With the nearest name in the deepest folder that exists."""
+    """Report a missing path, with the nearest names in the deepest folder that exists."""
     folder, missing = os.path.split(path)
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder, missing = os.path.split(folder)

@@ -1,5 +1,4 @@
-"""Islands: what the keys of several clusters must be to each other, and the recipe of one
-island."""
+"""Checks the keys of DiLoCo islands against each other, and derives the recipe of one island."""
 
 from __future__ import annotations
 
@@ -29,19 +28,21 @@ ISLAND_KEYS = (
     ),
     *("training.outer", "checkpoint.every_steps", "validation.every_steps", "launch.outer_store"),
 )
-"""Keys that island_key_errors reads."""
+"""Lists the keys that island_key_errors reads."""
 
 
 def island_count(document: JsonObject) -> int:
-    """1 where the document does not speak of islands, or not as it should."""
+    """Return the number of islands; 1 where the document gives none, or no valid number."""
     cluster = document.get("cluster")
     value = cluster.get("islands") if isinstance(cluster, dict) else None
     return value if isinstance(value, int) and value > 1 else 1
 
 
 def with_outer_defaults(document: JsonObject) -> JsonObject:
-    """What is not said of islands, said: plain averaging, how overlap is mixed in, and where they
-    meet. Without islands the keys go: said or left out, it is the same recipe."""
+    """Fill in the defaults of islands: plain averaging, mixing with overlap, the outer store.
+
+    With one island their keys are dropped, so that a recipe with them and one without are equal.
+    """
     cluster, training = (
         cast(JsonObject, document["cluster"]),
         cast(JsonObject, document["training"]),
@@ -64,8 +65,8 @@ def with_outer_defaults(document: JsonObject) -> JsonObject:
 
 
 def single_island_document(document: JsonObject) -> JsonObject:
-    """Its nodes and its share of each global batch; the same steps. What does not divide stays as
-    it is."""
+    """Return the document of one island: its nodes and its share of each global batch, with the
+    same steps. Values that do not divide stay unchanged."""
     islands = island_count(document)
     if islands == 1:
         return document
@@ -89,7 +90,7 @@ def single_island_document(document: JsonObject) -> JsonObject:
 
 
 def island_key_errors(document: JsonObject) -> Iterable[Diagnostic]:
-    """Of a completed document whose NEEDED keys are of the right types: SW1231 to SW1235."""
+    """Yield SW1231 to SW1235 for a completed document whose ISLAND_KEYS have the right types."""
     cluster, training = (
         cast(JsonObject, document["cluster"]),
         cast(JsonObject, document["training"]),

@@ -1,5 +1,5 @@
-"""What Kubernetes knows of a pod template: the fields of each of its types (pod_fields.json,
-written by tools/generate/kubernetes_pod_fields.py from the published API).
+"""Checks `launch.kubernetes.pod_patch` against Kubernetes' pod template: pod_fields.json has the
+fields of each type, written by tools/generate/kubernetes_pod_fields.py from the published API.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _KIND = re.compile(r"(?P<open>[\[{]?)(?P<item>\w+)[\]}]?(?: (?P<key>\w+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFieldType:
-    """holds: one | list | map. item: string, integer, number, boolean, any, or a type with fields
-    of its own.
+    """Describes a field. holds: one | list | map. item: string, integer, number, boolean, any, or a
+    type with fields of its own.
 
-    merge_key: the field by which a patch finds the item of a list that it means; "" where it
-    replaces the list.
+    merge_key: the field that identifies the list item to patch; "" where the patch replaces the
+    list.
     """
 
     holds: str
@@ -44,7 +44,7 @@ def kubernetes_version() -> str:
 
 @functools.cache
 def pod_fields_of(type_name: str) -> Mapping[str, PodFieldType]:
-    """{} for what has no fields of its own."""
+    """Return the fields of a type; {} where it has none of its own."""
     return {name: _kind(text) for name, text in _table()["types"].get(type_name, {}).items()}
 
 
@@ -61,13 +61,9 @@ def _kind(text: str) -> PodFieldType:
     return PodFieldType(holds=holds, item=match["item"], merge_key=match["key"] or "")
 
 
-# `launch.kubernetes.pod_patch`: is it a patch of a pod, and does it leave alone what the plan
-# decides?
-
-
 KEY: KeyPath = ("launch", "kubernetes", "pod_patch")
 MAX_POD_PATCH_ERRORS = 20
-"""A manifest of something else, pasted, has hundreds; these do."""
+"""Bounds the errors shown: a pasted manifest of another kind has hundreds."""
 _WORDS: dict[str, tuple[tuple[type, ...], str]] = {
     "string": ((str,), "text"),
     "boolean": ((bool,), "true or false"),
@@ -95,14 +91,15 @@ RESERVED_FIELDS: dict[tuple[str, ...], str] = {
     ("spec", "containers", POD_CONTAINER, "env", "MASTER_ADDR"): "launch.master_addr decides it",
     ("spec", "volumes", "shared"): "launch.kubernetes.volume_claim and mount_path decide it",
 }
-"""Place in the pod template, an item of a list by its name -> why no patch may touch it."""
+"""Maps a place in the pod template (list items by name) to the reason why no patch may change
+it."""
 
 
 def pod_patch_errors(
     patch: JsonObject, gpu_resource: str, env_from: tuple[str, ...]
 ) -> Iterator[Diagnostic]:
-    """Every field that Kubernetes does not know, value of another type, and place that is decided
-    elsewhere."""
+    """Yield SW1221 for unknown fields, SW1222 for values of another type, and SW1223 for places
+    that another key decides."""
     container = ("spec", "containers", POD_CONTAINER)
     reserved = RESERVED_FIELDS | {
         (*container, "env", variable): "launch.env_from decides it" for variable in env_from
@@ -135,7 +132,7 @@ def _check_fields(
 def _reason(
     place: tuple[str, ...], value: JsonValue, reserved: Mapping[tuple[str, ...], str]
 ) -> str | None:
-    """Why nothing may be put here; null would take away what stands below as well."""
+    """Return why the place is reserved; null is refused above a reserved place as well."""
     if value is None:
         return next((why for there, why in reserved.items() if there[: len(place)] == place), None)
     return reserved.get(place)

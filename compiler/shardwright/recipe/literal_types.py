@@ -1,5 +1,5 @@
-"""The closed words of a recipe and a layout, as types: a comparison with a word that is not one of
-them fails mypy."""
+"""Defines the closed word lists of a recipe and a layout as types: comparing with any other word
+fails mypy."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal, get_args
 
 Schedule = Literal["1f1b", "dualpipev"]
 Checkpointing = Literal["none", "selective", "full"]
-"""Activation checkpointing of a layer: what its backward pass computes again."""
+"""Names the activation checkpointing of a layer: what its backward pass recomputes."""
 Offload = Literal["none", "optimizer", "parameters"]
-"""What is kept in host memory."""
+"""Names what is kept in host memory."""
 Loss = Literal["full", "chunked"]
 TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
-"""What a model is trained for."""
+"""Names the task that a model is trained for."""
 Kernels = Literal["hf", "compile"]
-"""What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of
-them."""
+"""Names how a decoder layer runs: Hugging Face's modules, one kernel per operator, or torch.compile
+of them."""
 Precision = Literal["bf16", "fp16", "fp32"]
 AutoSwitch = Literal["off", "auto", "on"]
-"""auto: where it can be had."""
+"""Switches a feature; auto turns it on where it is available."""
 Objective = Literal["throughput", "memory", "cost"]
 
 Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
-"""The network between nodes."""
+"""Names the network between nodes."""
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
@@ -32,17 +32,19 @@ OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialCheckpointing:
-    """The first `full` decoder layers of each pipeline stage are checkpointed whole, the others not
-    at all. The first ones go backward last: what they make again has the room that the others left.
-    A stage with no more layers than that checkpoints all of them."""
+    """Checkpoints the first `full` decoder layers of each pipeline stage fully, the others not.
+
+    The first layers go backward last, when the others have freed their activations. A stage with at
+    most `full` layers checkpoints all of them.
+    """
 
     full: int
 
     def __str__(self) -> str:
-        """As a recipe has it."""
+        """Format as in a recipe."""
         return f"{{full: {self.full}}}"
 
 
 CONTRASTIVE_MODEL_CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
-"""model_type -> class of transformers, of those that are trained on pairs of a picture and a
-caption."""
+"""Maps the model types that are trained on pairs of an image and a caption to their class in
+transformers."""

@@ -1,8 +1,8 @@
-"""What `cluster.measured` names: figures that were measured on the machine itself, each with how
-often and how evenly.
+"""Defines the file that `cluster.measured` names: figures measured on the machine itself, each with
+its repeats and spread.
 
-The file is the record `Measurements` as JSON, field by field. `calibrate` writes all but `runs`,
-`tune` adds those.
+The file is the record `Measurements` as JSON, field by field. `calibrate` writes all fields but
+`runs`, which `tune` adds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ VERSION: Literal[1] = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredValue:
-    """value: in the unit that its name ends with. n: repeats behind it. spread: the distance of
-    their quartiles over their median."""
+    """Holds a measured value in the unit that its field's name ends with. n: repeats. spread: their
+    interquartile range over their median."""
 
     value: float
     n: int
@@ -30,8 +30,8 @@ class MeasuredValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMachine:
-    """Where it was measured. cores: that a node's ranks may use. ranks: processes that measured, on
-    `nodes` nodes. threads: of each process."""
+    """Describes the machine. cores: cores per node that ranks may use. ranks: processes that
+    measured, on `nodes` nodes. threads: per process."""
 
     device: str
     is_cpu: bool
@@ -45,8 +45,8 @@ class MeasuredMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSample:
-    """One thing that was timed, for the reader: the constants are fitted to these. sizes: what was
-    timed, such as m, n, k of a product."""
+    """Holds one timing that the constants are fitted to. sizes: such as m, n, k of a matrix
+    product."""
 
     what: str
     sizes: Mapping[str, int]
@@ -55,9 +55,11 @@ class TimingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMeasurement:
-    """One real layer of the model on one rank, without its collectives. place: in graph.layers, of
-    the first of its kind. backward_seconds: with what the checkpointing runs again. kept_bytes: for
-    the backward pass."""
+    """Holds the times of one layer of the model on one rank, without its collectives.
+
+    place: index in graph.layers of the first layer of its kind. backward_seconds: with
+    recomputation. kept_bytes: activations saved for the backward pass.
+    """
 
     place: int
     tensor: int
@@ -70,8 +72,8 @@ class LayerMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMeasurement:
-    """What the engine adds on one rank: to a micro-batch, to each decoder layer of it, to a step,
-    and to a step for each parameter that is updated."""
+    """Holds the engine's overhead on one rank: per micro-batch, per decoder layer of a micro-batch,
+    per step, and per parameter that a step updates."""
 
     zero_stage: int
     micro_batch_seconds: MeasuredValue
@@ -82,9 +84,11 @@ class EngineMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMeasurement:
-    """A layout that ran. pins: its keys, as `parallelism` has them. predicted_step_seconds: by the
-    cost model alone, as it was then. peak_bytes: of the fullest rank; None where it was not
-    told."""
+    """Holds the measurement of a layout that ran.
+
+    pins: its `parallelism` keys. predicted_step_seconds: the cost model's prediction at that time,
+    without calibration. peak_bytes: on the peak-memory rank; None where it was not recorded.
+    """
 
     pins: JsonObject
     step_seconds: MeasuredValue
@@ -93,15 +97,17 @@ class RunMeasurement:
 
     @property
     def factor(self) -> float:
-        """Measured over predicted."""
+        """Return the measured over the predicted step time."""
         return self.step_seconds.value / self.predicted_step_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """model: the model's `config_hash` (models/model_graph.py); layers and runs speak of it alone,
-    at this sequence length and for this engine. constants: by their names in
-    cost/constants.json."""
+    """Holds all measurements of a machine.
+
+    model: the `config_hash` (models/model_graph.py) that layers and runs are valid for, at this
+    sequence length and engine. constants: by their names in cost/constants.json.
+    """
 
     kind: Literal["shardwright measurements"]
     version: Literal[1]
@@ -118,8 +124,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementsFile:
-    """path: absolute. content: the file's bytes, as they were when they were read. sha256: of
-    these."""
+    """Holds a measurements file as it was read. path: absolute. sha256: of `content`."""
 
     path: str
     sha256: str
@@ -128,4 +133,4 @@ class MeasurementsFile:
 
 
 MEASURED_FILE = "measured.json"
-"""The copy of `cluster.measured`, which recipe.resolved.json names."""
+"""Names the copy of `cluster.measured` in a compiled folder; recipe.resolved.json refers to it."""

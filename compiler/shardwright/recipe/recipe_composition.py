@@ -1,5 +1,5 @@
-"""A recipe's layers: the bases that `extends` names, the file itself, the --set of the command
-line; later ones win.
+"""Merges a recipe's layers: the bases that `extends` names, the file itself, and --set of the
+command line. Later layers win.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _FOLDER_OR_NAME_KEYS: tuple[tuple[str, ...], ...] = (
 
 
 def is_folder(text: str, directory: str) -> bool:
-    """Whether a model source or tokenizer is a folder rather than a hub name; `directory`: of the
-    file that says so."""
+    """Tell whether a model source or tokenizer is a folder rather than a hub name. directory: of
+    the file that names it."""
     if text in ("byte", "auto"):
         return False
     return (
@@ -68,7 +68,7 @@ def absolute_path(text: str, directory: str) -> str:
 
 
 def absolute_dataset_path(text: str, directory: str, kind: str) -> str:
-    """For kinds that take a glob, only the recipe's own text is one: its folder's name is
+    """Return the absolute path or glob of a data set. In a glob the name of the recipe's folder is
     escaped."""
     full = absolute_path(text, directory)
     if BUILT_IN_DATASETS.get(text) == kind:
@@ -80,7 +80,7 @@ def absolute_dataset_path(text: str, directory: str, kind: str) -> str:
 
 
 def rebase_paths(node: Node, base_directory: str, directory: str) -> Node:
-    """The tree of a base file, with its paths rewritten to be relative to the recipe that extends
+    """Return the tree of a base file with its paths made relative to the recipe that extends
     it."""
     if os.path.realpath(base_directory) == os.path.realpath(directory):
         return node
@@ -127,11 +127,11 @@ EXCLUSIVE_KEYS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("training", "scheduler"), ("warmup_steps", "warmup_ratio")),
     (("training", "scheduler"), ("min_lr", "min_lr_ratio")),
 )
-"""Keys that replace each other: a layer that gives one drops the others of the layers below it."""
+"""Lists keys that replace each other: a layer with one drops the others from the layers below."""
 
 
 class RecipeComposer:
-    """Reads the layers; keeps the texts for the renderer and everything wrong with them."""
+    """Reads the layers, and collects their texts for the renderer and their errors."""
 
     def __init__(self, stdin_text: str | None = None) -> None:
         self.texts: dict[str, str] = {}
@@ -139,10 +139,10 @@ class RecipeComposer:
         self._stdin_text = stdin_text
 
     def read_file(self, name: str, directory: str, chain: tuple[str, ...] = ()) -> MapNode | None:
-        """The file with its bases under it. name: as the user wrote it; directory: what its paths
-        shall be relative to.
+        """Read the file, merged over its bases. name: as the user wrote it. directory: what its
+        paths become relative to.
 
-        None where the text gives no mapping; `errors` then says why.
+        None where the text gives no mapping; `errors` then has the reason.
         """
         text = self._text(name, None)
         root = None if text is None else self._root(name, text)
@@ -190,7 +190,7 @@ class RecipeComposer:
         return merge_maps(moved, root)
 
     def override(self, root: MapNode, overrides: Sequence[str]) -> MapNode:
-        """Each "a.b=value" laid over the tree; the value is YAML."""
+        """Apply each override "a.b=value" to the tree; the value is YAML."""
         text = "\n".join(overrides)
         if overrides:
             self.texts[COMMAND_LINE] = text
@@ -269,7 +269,7 @@ class RecipeComposer:
         return None
 
     def _text(self, name: str, place: Location | None) -> str | None:
-        """The text of a file, without a byte order mark. place: of the `extends` that asks for
+        """Read the text of a file, without a byte order mark. place: of the `extends` that names
         it."""
         if name == STDIN and self._stdin_text is not None:
             return self._stdin_text.removeprefix("\ufeff")
@@ -328,7 +328,7 @@ class RecipeComposer:
 
 
 def _read_bytes(name: str) -> bytes:
-    """Of standard input one byte more than a recipe may have at most, so that it ends."""
+    """Read a file; of standard input at most one byte more than a recipe may have."""
     if name == STDIN:
         return sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)
     return read_regular_file(name, MAX_RECIPE_BYTES)
@@ -337,10 +337,10 @@ def _read_bytes(name: str) -> bytes:
 def merge_maps(
     base: MapNode, over: MapNode, path: tuple[str, ...] = (), *, keep_base_locations: bool = False
 ) -> MapNode:
-    """Mappings key by key, everything else replaced. Base keys keep their order, new ones follow.
+    """Merge mappings key by key and replace other values. Keys of `base` keep their order.
 
-    A mapping in both stands where `over` has it, or, with keep_places, where `base` does: a key
-    that --set leaves missing is looked for in the file.
+    A mapping in both has the place of `over`, or with keep_base_locations that of `base`: an error
+    about a key that --set leaves missing points into the file.
     """
     given = {name for name, entry in over.entries.items() if not _is_null(entry.node)}
     dropped: set[str] = set()

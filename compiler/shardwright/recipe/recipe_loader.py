@@ -1,4 +1,5 @@
-"""Stage 1, whole: a file and the command line's --set -> Recipe, or every error in them at once."""
+"""Loads a recipe: a file and the command line's --set give a Recipe, or all their errors at
+once."""
 
 from __future__ import annotations
 
@@ -36,9 +37,6 @@ from shardwright.utils.file_io import parse_json, read_regular_file
 from shardwright.utils.json_records import read_record
 from shardwright.utils.json_values import JsonObject, JsonValue
 
-# `cluster.measured`: the file that it names, read strictly. Somebody else may have written it.
-
-
 KEY: KeyPath = ("cluster", "measured")
 MOST_BYTES = 4 * 2**20
 _MEASURE_HELP = (
@@ -47,8 +45,8 @@ _MEASURE_HELP = (
 
 
 def read_measured(named: JsonValue, directory: str) -> MeasurementsFile:
-    """named: the recipe's value, a path or {file, sha256}. Raises Refusal: SW1301, SW1302,
-    SW1303."""
+    """Read the file of `cluster.measured` strictly. named: its value, a path or {file, sha256}.
+    Raises Refusal with SW1301, SW1302 or SW1303."""
     document = named if isinstance(named, Mapping) else {"file": named}
     path, expected_sha256 = absolute_path(str(document["file"]), directory), document.get("sha256")
     try:
@@ -75,8 +73,8 @@ def read_measured(named: JsonValue, directory: str) -> MeasurementsFile:
 
 
 def measurements_entry(measured: MeasurementsFile) -> JsonObject:
-    """As a resolved recipe has it: by its content, wherever it lay. The recipe's hash is made of
-    this."""
+    """Return `cluster.measured` for the resolved recipe: by content, not by path, as the recipe's
+    hash needs it."""
     return {"file": MEASURED_FILE, "sha256": measured.sha256}
 
 
@@ -95,7 +93,8 @@ def _parsed(path: str, content: bytes) -> Measurements:
 
 
 def _invalid_numbers(value: Any, place: str) -> Iterator[str]:
-    """Numbers that no measurement gives; a reader of JSON lets NaN and a negative time through."""
+    """Yield "path is value" for numbers that no measurement gives, such as NaN or a negative
+    time."""
     if isinstance(value, int | float):
         if not (math.isfinite(value) and value >= 0):
             yield f"{place} is {value!r}"
@@ -141,24 +140,18 @@ def _unusable(path: str, why: str) -> Refusal:
     )
 
 
-# A valid, completed document -> Recipe: what depends on another key, on the recipe's folder or on
-# `auto` is settled here, and the records say the rest.
-
-
-# These hold token ids already.
 _KINDS_OF_TOKEN_IDS = ("tokens", "megatron", "synthetic")
 Section = dict[str, JsonValue]
 
 
 def recipe_directory(name: str) -> str:
-    """The folder that relative paths start from; the working folder for a recipe on standard
-    input."""
+    """Return the folder that relative paths start from; the working folder for standard input."""
     return os.path.dirname(os.path.abspath(name))
 
 
 def resolve_auto(document: JsonObject) -> JsonObject:
-    """Settles the `auto` values that depend on another key of the recipe: starting weights and
-    tokenizers."""
+    """Resolve the `auto` values that depend on another key: starting weights and tokenizers. Keys
+    at a default that older recipes lack are dropped, so that both have one hash."""
     resolved_document = dict(document)
     model = dict(cast(JsonObject, document["model"]))
     if model["weights"] == "auto":
@@ -184,8 +177,8 @@ def resolve_auto(document: JsonObject) -> JsonObject:
 
 
 def with_measured_checkpoint_rate(recipe: Recipe, gbytes_per_second: float) -> Recipe:
-    """As if the recipe gave cluster.checkpoint_gbytes_per_second, in four digits: the compiled
-    folder keeps it."""
+    """Set cluster.checkpoint_gbytes_per_second to a measured rate, in four digits, as if the recipe
+    gave it."""
     value = float(f"{gbytes_per_second:.4g}")
     section = {
         **cast(JsonObject, recipe.document["cluster"]),
@@ -199,7 +192,7 @@ def with_measured_checkpoint_rate(recipe: Recipe, gbytes_per_second: float) -> R
 
 
 def _without_auto_bos(data: JsonObject) -> JsonObject:
-    """Said or left out, it is the same recipe."""
+    """Drop `add_bos_token: auto`, so that a recipe with it and one without are equal."""
     if "mixture" in data:
         parts = cast("list[JsonObject]", data["mixture"])
         return {**data, "mixture": [_without_auto_bos(part) for part in parts]}
@@ -219,9 +212,9 @@ def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
 
 
 def build_recipe(document: JsonObject, directory: str, source: Source) -> Recipe:
-    """The recipe, of one of its islands. directory: absolute folder of the recipe file. The schema
-    has refused whatever no record would hold. Raises Refusal for `cluster.measured`: its figures
-    are a part of the recipe."""
+    """Build the Recipe of one island from a valid, completed document. directory: absolute folder
+    of the recipe file. Raises Refusal for `cluster.measured`, whose figures are part of the
+    recipe."""
     document, measured = _with_measured(document, directory, source)
     resolved = dict(single_island_document(document))
     for key, resolve in _SECTIONS.items():
@@ -242,7 +235,7 @@ def build_recipe(document: JsonObject, directory: str, source: Source) -> Recipe
 def _with_measured(
     document: JsonObject, directory: str, source: Source
 ) -> tuple[JsonObject, MeasurementsFile | None]:
-    """The document with the file's digest in it, and what the file says."""
+    """Return the document with the measurements' digest in it, and the measurements."""
     cluster = cast(JsonObject, document["cluster"])
     if "measured" not in cluster:
         return document, None
@@ -277,8 +270,8 @@ def _training(training: Section, _: str) -> Section:
 
 
 def _data(data: Section, directory: str) -> Section:
-    """With its paths made absolute, a mixture's parts included, and the keys that its kind does not
-    know."""
+    """Make the paths of a data section absolute, a mixture's parts included, and add the keys that
+    its kind lacks."""
     resolved = {
         "kind": "mixture",
         "path": None,
@@ -373,12 +366,10 @@ _SECTIONS: dict[str, Callable[[Section, str], Section]] = {
 def load_recipe(
     path: Path, overrides: Sequence[str] = (), *, stdin_text: str | None = None
 ) -> Recipe:
-    """`path` "-" is standard input. Raises Refusal, with the source to show, for anything wrong in
-    the recipe.
+    """Load a recipe; `path` "-" is standard input. Raises Refusal with every error in the recipe.
 
-    Looks at the disk only for the recipe, its bases, `cluster.measured`, and whether a model source
-    or tokenizer is a folder; whether the other files that it names are there is files.check_files's
-    question, because an estimate needs none of them.
+    Reads only the recipe, its bases and `cluster.measured`, and asks whether a model source or
+    tokenizer is a folder. check_files looks for the other files: an estimate needs none of them.
     """
     name = STDIN if str(path) == "-" else str(path)
     directory = os.getcwd() if name == STDIN else recipe_directory(name)
@@ -395,13 +386,13 @@ def load_recipe(
 
 
 MISSING_BASE_CODES = ("SW1021", "SW1022")
-"""`extends` goes round, or names what cannot be read."""
+"""Lists the codes of an `extends` that is a cycle or cannot be read."""
 
 
 def recipe_from_document(
     given: JsonObject, directory: str, source: Source, errors: Sequence[Diagnostic] = ()
 ) -> Recipe:
-    """The document as it was written -> Recipe. errors: what reading it has found already."""
+    """Check a document as written, and build its Recipe. errors: found while reading it."""
     found = list(errors)
     reported_keys = _keys_at(source, [error.location for error in errors])
     misfits = schema_errors(given)
@@ -428,7 +419,7 @@ def _source(name: str, root: Node, texts: dict[str, str]) -> Source:
 
 
 def _keys_at(source: Source, faulty_keys: list[Location | None]) -> set[KeyPath]:
-    """The keys whose value, or own name, already has a finding."""
+    """Return the keys whose value or name already has an error."""
     spots = {(place.file, place.line, place.column) for place in faulty_keys if place is not None}
     both = (*source.locations.items(), *source.key_locations.items())
     return {
@@ -437,7 +428,7 @@ def _keys_at(source: Source, faulty_keys: list[Location | None]) -> set[KeyPath]
 
 
 def _order(error: Diagnostic, source: Source) -> tuple[int, str, int, int]:
-    """By place: the recipe first, then its bases, then the command line."""
+    """Return a sort key by place: the recipe first, then its bases, then the command line."""
     place, key = error.location, error.key
     while place is None and key is not None:
         place = source.key_locations.get(key) or source.locations.get(key)

@@ -1,5 +1,5 @@
-"""Text -> tree, by ruamel.yaml's composer or as JSON. Everything wrong that lets the reading go on
-is collected, not raised."""
+"""Parses text into a tree, by ruamel.yaml's composer or as JSON. Errors that let the parser go on
+are collected, not raised."""
 
 from __future__ import annotations
 
@@ -76,13 +76,15 @@ def _is_json(text: str) -> bool:
 
 
 class _TreeErrors:
-    """What no recipe may hold, be it YAML or JSON. Aliases count as often as they are used."""
+    """Finds what neither a YAML nor a JSON recipe may hold. An alias counts each time it is
+    used."""
 
     def __init__(self) -> None:
         self.nodes = 0
 
     def find(self, node: Node, place: Location, depth: int) -> Iterator[Diagnostic]:
-        """Raises _ParseAborted at `place`, the nearest key, for what is too large."""
+        """Yield the errors of a tree. Raises _ParseAborted at `place`, the nearest key, for a tree
+        that is too large."""
         self.nodes += 1
         if self.nodes > MAX_RECIPE_NODES:
             what = f"has more than {MAX_RECIPE_NODES} values, aliases included"
@@ -162,7 +164,7 @@ class _YamlTree:
         self.unfinished: set[int] = set()
 
     def read(self, text: str) -> Node | None:
-        """Raises _ParseAborted: SW1005, SW1009, SW1010, SW1015."""
+        """Parse YAML. Raises _ParseAborted with SW1005, SW1009, SW1010 or SW1015."""
         yaml = YAML(typ="safe", pure=True)
         yaml.Resolver, yaml.Composer = _NoImplicitTags, _Composer
         yaml.composer.warn_double_anchors = False
@@ -205,7 +207,7 @@ class _YamlTree:
         return _ParseAborted(code, message, self.lines.at(start, start + 1), help)
 
     def convert(self, node: _YamlNode, key: Location | None) -> Node:
-        """key: the place of the key, for a value without text or brackets to point at."""
+        """Convert a node. key: place of its key, to show for a value without text or brackets."""
         if id(node) in self.finished:
             return self.finished[id(node)]
         start, end = span = node.start_mark.index, node.end_mark.index

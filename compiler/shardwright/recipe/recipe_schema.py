@@ -1,6 +1,4 @@
-"""The JSON Schema of a recipe (recipe.schema.json), and what it says about a value: its keys and
-their defaults.
-"""
+"""Reads recipe.schema.json: the keys that a value may have and their defaults."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ def recipe_schema() -> JsonObject:
 
 
 def applicable_schemas(schema: JsonObject, value: JsonValue) -> Iterator[JsonObject]:
-    """The schema and every part of it ($ref, allOf, if/then/else, the fitting anyOf) that speaks
-    about this value."""
+    """Yield the schema and every part of it ($ref, allOf, if/then/else, anyOf) that applies to this
+    value."""
     yield schema
     if "$ref" in schema:
         yield from applicable_schemas(_definition(str(schema["$ref"])), value)
@@ -44,7 +42,7 @@ def applicable_schemas(schema: JsonObject, value: JsonValue) -> Iterator[JsonObj
 
 
 def schema_properties(schema: JsonObject, value: JsonValue) -> dict[str, JsonObject]:
-    """The keys that a mapping may have here -> their schemas, in the schema's order."""
+    """Map the keys that a mapping may have to their schemas, in the schema's order."""
     found: dict[str, JsonObject] = {}
     for part in applicable_schemas(schema, value):
         for key, sub in _object(part.get("properties", {})).items():
@@ -53,7 +51,7 @@ def schema_properties(schema: JsonObject, value: JsonValue) -> dict[str, JsonObj
 
 
 def allows_other_keys(schema: JsonObject, value: JsonValue) -> bool:
-    """Whether other keys than `properties` may stand here too (model.config, launch.env)."""
+    """Tell whether keys besides `properties` are allowed (model.config, launch.env)."""
     closed = ("additionalProperties", "unevaluatedProperties")
     return not any(
         part.get(word) is False for part in applicable_schemas(schema, value) for word in closed
@@ -63,7 +61,7 @@ def allows_other_keys(schema: JsonObject, value: JsonValue) -> bool:
 def allowed_types(
     schema: JsonObject, value: JsonValue = None, *, any_branch: bool = True
 ) -> set[str]:
-    """JSON type names that the schema allows; every branch of anyOf counts."""
+    """Return the JSON type names that the schema allows; every branch of anyOf counts."""
     found: set[str] = set()
     for part in applicable_schemas(schema, value):
         named = part.get("type")
@@ -79,7 +77,7 @@ def allowed_types(
 
 
 def has_allowed_type(schema: JsonObject, value: JsonValue) -> bool:
-    """Whether the value has a type that the schema means; says nothing about ranges or forms."""
+    """Tell whether the value has a type that the schema allows, whatever its range or form."""
     allowed = allowed_types(schema)
     if "const" in schema:
         return value == schema["const"]
@@ -87,7 +85,7 @@ def has_allowed_type(schema: JsonObject, value: JsonValue) -> bool:
 
 
 def fits_choice(schema: JsonObject, value: JsonValue) -> bool:
-    """Whether the value is one of the schema's `enum`."""
+    """Tell whether the value is one of the schema's `enum`."""
     return any(
         value in cast(Sequence[JsonValue], part.get("enum", ()))
         for part in applicable_schemas(schema, value)
@@ -95,7 +93,7 @@ def fits_choice(schema: JsonObject, value: JsonValue) -> bool:
 
 
 def type_names(value: JsonValue) -> set[str]:
-    """The JSON types of a value: 2.0 is an integer too."""
+    """Return the JSON types of a value: 2.0 is an integer too."""
     if value is None:
         return {"null"}
     if isinstance(value, bool):
@@ -117,11 +115,9 @@ def schema_items(schema: JsonObject, value: JsonValue) -> JsonObject:
 
 
 def fill_in_defaults(schema: JsonObject, value: JsonValue) -> JsonValue:
-    """The value with every default filled in, keys in the schema's order, integers as int and
-    numbers as float.
+    """Fill in every default, with keys in the schema's order, integers as int and numbers as float.
 
-    Free mappings keep their own order. Reads only what the schema knows, so that it works on
-    invalid recipes too.
+    Free mappings keep their own order. Invalid values stay as they are.
     """
     if isinstance(value, Mapping):
         return _complete_mapping(schema, value)
@@ -166,15 +162,15 @@ def has_default(schema: JsonObject) -> bool:
 
 
 def default_of(schema: JsonObject) -> JsonValue:
-    """The default, None where there is none: the caller asks has_default where that matters."""
+    """Return the default; None where there is none (has_default tells the two apart)."""
     return next(
         (part["default"] for part in applicable_schemas(schema, None) if "default" in part), None
     )
 
 
 def _holds(condition: JsonObject, value: JsonValue) -> bool:
-    """The `if` of our own schema: `required` and `properties: {key: {const}}` only; true of what is
-    no mapping."""
+    """Evaluate an `if` of the recipe's schema, which has only `required` and `properties: {key:
+    {const}}`. True for a value that is no mapping."""
     if not isinstance(value, Mapping):
         return True
     if any(key not in value for key in cast(Sequence[str], condition.get("required", ()))):
@@ -195,11 +191,8 @@ def _objects(value: JsonValue) -> Sequence[JsonObject]:
     return cast(Sequence[JsonObject], value or ())
 
 
-# Words for keys, values and types in diagnostics, and where a misplaced key belongs.
-
-
 FILL_IN = "FILL_IN"
-"""In place of a value that `import` cannot know; `check` names each."""
+"""Stands for a value that `import` cannot know; `check` reports each."""
 
 _TYPES: dict[str, str] = {
     "integer": "an integer",
@@ -251,7 +244,7 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 def dotted_key(path: KeyPath) -> str:
-    """("training", "optimizer", "betas", 0) -> training.optimizer.betas[0]"""
+    """Format a key path: ("training", "optimizer", "betas", 0) -> training.optimizer.betas[0]."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".") or "the recipe"
 
@@ -261,7 +254,7 @@ def quote_text(text: str, limit: int = 60) -> str:
 
 
 def describe_value(value: JsonValue, *, typed: bool = False) -> str:
-    """typed: with its type, for "got ..."."""
+    """Describe a value in a message; with its type where `typed`."""
     if value is None:
         return "nothing" if typed else "null"
     if isinstance(value, bool):
@@ -276,7 +269,8 @@ def describe_value(value: JsonValue, *, typed: bool = False) -> str:
 
 
 def describe_types(names: set[str]) -> list[str]:
-    """An integer is a number too; null is never suggested next to a real type."""
+    """Return the words for JSON types, without null and without integer where a wider type is
+    there."""
     kept = names - {"null"} if len(names) > 1 else names
     kept = kept - {"integer"} if "number" in kept else kept
     return [words for type_name, words in _TYPES.items() if type_name in kept]
@@ -287,7 +281,7 @@ def join_with_or(choices: Sequence[str]) -> str:
 
 
 def close_choices(value: str, choices: Sequence[str]) -> list[str]:
-    """The one that `value` is a misspelling of, if any. Another number is no misspelling: fp8 is
+    """Return the choice that `value` misspells, if any. Another number is no misspelling: fp8 is
     not fp32."""
     same = [choice for choice in choices if _digits(choice) == _digits(value)]
     return difflib.get_close_matches(value.lower(), same, n=1, cutoff=0.6)
@@ -298,18 +292,18 @@ def _digits(text: str) -> str:
 
 
 def paths_of_key(key: str) -> list[tuple[str, ...]]:
-    """Where a key of this name belongs, shallow places first."""
+    """Return the paths of all keys of this name, shallow ones first."""
     return list(_places().get(key.lower(), ()))
 
 
 def path_of_synonym(key: str) -> tuple[str, ...] | None:
-    """What other tools call so."""
+    """Return the path of the key that another tool calls by this name."""
     return _SYNONYMS.get(key.lower().replace("-", "_"))
 
 
 @functools.cache
 def _places() -> Mapping[str, Sequence[tuple[str, ...]]]:
-    """Last part of a key -> its paths, shallow ones first."""
+    """Map the last part of each key to its paths, shallow ones first."""
     found: dict[str, list[tuple[str, ...]]] = {}
     for path in sorted(dict.fromkeys(_walk(recipe_schema(), ())), key=len):
         found.setdefault(path[-1], []).append(path)

@@ -1,8 +1,8 @@
-"""The tree of a text, each value with its place, and the reader of JSON that recipes and ds_config
-files share.
+"""Defines the tree of a text, each value with its place, and the JSON reader that recipes and
+ds_config files share.
 
-YAML readers stumble over some JSON (tabs, \\u pairs, keys of more than 1,024 characters), hence a
-reader of its own: the standard library judges the text, this finds where things stand in it.
+YAML readers fail on some JSON: tabs, \\u pairs, keys of more than 1,024 characters. So the standard
+library validates JSON, and this reader finds the places in it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardwright.utils.json_values import JsonScalar, JsonValue
 
 LINE_BREAK = re.compile(r"\r\n|\r|\n")
 Span = tuple[int, int]
-"""Offsets into the text: [start, end)."""
+"""Holds offsets into the text: [start, end)."""
 
 
 class LineOffsets:
-    """Offsets -> places. `text` is the whole text as it will be shown; `offset` is where the part
-    being read begins."""
+    """Converts offsets to places. text: the whole text as it will be shown. offset: where the part
+    that is read begins."""
 
     def __init__(self, file: str, text: str, offset: int = 0) -> None:
         self.file = file
@@ -44,7 +44,7 @@ class LineOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarNode:
-    """text: as written, without quotes and escapes; of a key also its name."""
+    """Holds a scalar. text: as written, without quotes and escapes; the name where it is a key."""
 
     value: JsonScalar
     text: str
@@ -66,7 +66,7 @@ class MapEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapNode:
-    """duplicates: keys that stand in `entries` already; their values are dropped."""
+    """Holds a mapping. duplicates: repeated keys, whose values are dropped."""
 
     entries: Mapping[str, MapEntry]
     location: Location

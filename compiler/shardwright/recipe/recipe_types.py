@@ -1,4 +1,4 @@
-"""Stage 1's output: the recipe, typed. Field names are the recipe's own keys; `None` stands for
+"""Defines the recipe's typed records. Field names are the recipe's own keys; `None` stands for
 `auto`.
 """
 
@@ -25,8 +25,6 @@ from shardwright.recipe.literal_types import (
 from shardwright.recipe.measurements import MeasurementsFile
 from shardwright.utils.json_values import JsonObject
 
-# What a recipe has a run keep track of, beside its metrics.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbSection:
@@ -37,8 +35,8 @@ class WandbSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScaleSection:
-    """every_steps: a step in so many is measured. rows: of it, its first ones, up to the end of a
-    micro-batch."""
+    """Configures the gradient noise scale. every_steps: interval between measured steps. rows:
+    first sequences of such a step that are measured, up to the end of a micro-batch."""
 
     every_steps: int
     rows: int
@@ -52,16 +50,16 @@ class TrackingSection:
 
 
 FREE_DEGREES = ("tensor", "pipeline", "data")
-"""The degrees that multiply to the world in a recipe that pins no other; data is the last."""
+"""Lists the degrees that make up the world size in a recipe that pins no other; data is the
+last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly
-    one.
+    """Names the model by exactly one of `source` (hub id or absolute folder) and `config`.
 
-    freeze: parts of a model that sees (models/trainable_parameters.py) and patterns of parameters'
-    names, which are not trained."""
+    freeze: untrained parts of a vision-language model (models/trainable_parameters.py), and
+    patterns of parameter names."""
 
     source: str | None
     config: JsonObject | None
@@ -88,10 +86,11 @@ class InlineGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """node_mtbf_hours, checkpoint_gbytes_per_second: None is what cost/goodput.json has.
+    """Describes the cluster. node_mtbf_hours, checkpoint_gbytes_per_second: None is the default in
+    cost/goodput.json.
 
     islands: equal groups of nodes with slow links between them, inter_island_gbits_per_second each,
-    one direction. nodes: of one of them.
+    one direction. nodes: per island.
     """
 
     nodes: int | None
@@ -112,9 +111,11 @@ class ClusterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSection:
-    """Brings islands together, every so many steps. lr, momentum: of nesterov, else None.
-    precision: of what is sent. mixing: the share of its result, overlap_steps later; None without
-    any. deadline_seconds: that it waits for one."""
+    """Configures the outer step, every_steps inner steps apart. lr, momentum: of nesterov, else
+    None.
+
+    precision: of what is sent. mixing: weight of the outer result, overlap_steps later; None
+    without overlap. deadline_seconds: how long a round waits for an island."""
 
     every_steps: int
     optimizer: Literal["average", "nesterov"]
@@ -126,7 +127,7 @@ class OuterSection:
     mixing: float | None = None
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether there is an outer step after `step` of so many."""
+        """Tell whether an outer step follows `step` of `steps`."""
         return step % self.every_steps == 0 or step == steps
 
 
@@ -141,7 +142,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerFields:
-    """What a recipe says of the schedule and a plan settles."""
+    """Holds the fields of the learning rate schedule that recipes and plans share."""
 
     name: str  # constant | linear | cosine | wsd
     warmup_steps: int | None
@@ -152,18 +153,17 @@ class SchedulerFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection(SchedulerFields):
-    """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage
-    6."""
+    """Holds the recipe's schedule; stage 6 resolves `warmup_ratio`, `min_lr_ratio` and
+    `decay_steps` against the steps."""
 
     min_lr_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFields:
-    """What a recipe says of the training and a plan settles.
+    """Holds the fields of the training that recipes and plans share.
 
-    stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is
-    never.
+    stop_after_nonfinite: consecutive non-finite losses after which the run ends; 0 is never.
     """
 
     sequence_length: int
@@ -179,8 +179,8 @@ class TrainingFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection(TrainingFields):
-    """Exactly one of steps, tokens, epochs is set. global_batch_size: of one island. outer: None
-    without islands."""
+    """Holds the recipe's training section, with exactly one of steps, tokens, epochs.
+    global_batch_size: per island. outer: None without islands."""
 
     tokens: int | None
     optimizer: OptimizerSection
@@ -190,8 +190,8 @@ class TrainingSection(TrainingFields):
 
     @property
     def step_count_or_zero(self) -> int:
-        """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it
-        is prepared."""
+        """Return the optimizer steps; 0 where `epochs` decides, as only `prepare` counts the
+        data."""
         return (
             optimizer_steps(self.steps, self.tokens, self.global_batch_size, self.sequence_length)
             or 0
@@ -201,7 +201,7 @@ class TrainingSection(TrainingFields):
 def optimizer_steps(
     steps: int | None, tokens: int | None, batch: int | None, sequence_length: int | None
 ) -> int | None:
-    """`steps`, or ceil(tokens / (batch x S)); None where neither can be told. batch: in
+    """Return `steps`, or ceil(tokens / (batch x S)); None where neither is known. batch: in
     sequences."""
     if tokens and batch and sequence_length:
         return -(-tokens // (batch * sequence_length))
@@ -210,11 +210,11 @@ def optimizer_steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesSection:
-    """What a conversation may hold: pictures, and pixels of each (width x height) once it is made
-    smaller.
+    """Bounds the images of a conversation: their number, and the pixels (width x height) of each
+    after resizing.
 
-    tiles: whether the processor may cut a picture. folder: absolute, where the pictures lie; None
-    is that of the file that names them."""
+    tiles: whether the processor may cut an image into tiles. folder: absolute folder of the images;
+    None is the folder of the file that names them."""
 
     per_row: int
     max_pixels: int
@@ -224,15 +224,15 @@ class ImagesSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    """Keys that a kind does not know have their defaults.
+    """Describes a data set. Keys that a kind lacks have their defaults.
 
-    path: a glob for text, jsonl, parquet, chat. In a plan None for synthetic. tokenizer: "byte", a
-    HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
-        None for what holds token ids.
-    field: of jsonl and parquet; messages, template, train_on: of chat. images: of chat for a model
-    that sees. skip_damaged: share of the records that may be left out. add_bos_token: of text,
-    jsonl and parquet: whether documents begin with it; auto: as the tokenizer itself does. mixture:
-    of kind "mixture", each part with its weight; shuffle counts for all of them.
+    path: a glob for text, jsonl, parquet, chat; in a plan None for synthetic. tokenizer: "byte", a
+    HF name, or an absolute folder; in a plan "byte", a folder relative to the compiled one, or None
+    for kinds that hold token ids.
+    field: of jsonl and parquet. messages, template, train_on: of chat. images: of chat for a
+    vision-language model. skip_damaged: share of the records that may be skipped. add_bos_token:
+    whether documents of text, jsonl and parquet begin with it; auto: as the tokenizer does.
+    mixture: the parts of kind "mixture" with their weights; shuffle applies to all parts.
     """
 
     kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
@@ -258,14 +258,13 @@ DOCUMENT_KINDS = (
 )  # those that are made of documents, which packing keeps apart
 PYTHON_STDLIB_DATASET, DRAWN_SHAPES_DATASET = "python-stdlib", "drawn-shapes"
 BUILT_IN_DATASETS = {PYTHON_STDLIB_DATASET: "text", DRAWN_SHAPES_DATASET: "chat"}
-"""Data that every machine has or makes, by the word that stands for its path: the kind that takes
-it."""
+"""Maps each built-in data set, named in place of a path, to the kind that it belongs to."""
 FLASH_ATTENTION_2 = "flash_attention_2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSection:
-    """Exactly one of fraction (of the training data) and data is set."""
+    """Holds the validation data: exactly one of fraction (of the training data) and data."""
 
     every_steps: int
     fraction: float | None
@@ -274,7 +273,7 @@ class ValidationSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismSection:
-    """None = auto, the compiler chooses."""
+    """Holds the pinned parallelism; None is auto, which the compiler chooses."""
 
     tensor: int | None
     pipeline: int | None
@@ -301,7 +300,7 @@ class AssumeSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmContainer:
-    """image: as enroot names it. mounts: /host/path:/path or /host/path:/path:flags."""
+    """Names a container. image: as enroot names it. mounts: /host/path:/path[:flags]."""
 
     image: str
     mounts: tuple[str, ...] = ()
@@ -309,11 +308,11 @@ class SlurmContainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmSection:
-    """The options of the Slurm job, as sbatch names them.
+    """Holds the options of the Slurm job, as sbatch names them.
 
-    signal_seconds: how long before the time limit the job is told to save and stop. gres: None is
-    --gpus-per-node with the plan's number. cpus_per_node, mem: None is what the cluster gives.
-    extra: further words behind #SBATCH.
+    signal_seconds: seconds before the time limit at which the job saves and stops. gres: None is
+    --gpus-per-node with the plan's number. cpus_per_node, mem: None is the cluster's default.
+    extra: further #SBATCH options.
     """
 
     account: str | None = None
@@ -339,7 +338,8 @@ POD_LABEL = "app.kubernetes.io/name"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesSection:
-    """directory: the compiled folder in the pods, inside mount_path, where volume_claim is mounted.
+    """Configures the Kubernetes job. directory: the compiled folder in the pods, inside mount_path,
+    where volume_claim is mounted.
 
     secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (jobset), before
     the job fails. labels: of the Job or JobSet. pod_patch: merged into the pod template.
@@ -360,9 +360,11 @@ class KubernetesSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
-    """hostfile, setup_script: made absolute; in a plan relative to the compiled folder, and without
-    a hostfile the hosts are named when the run starts. slurm, kubernetes: in a plan set where that
-    is the launcher. outer_store: the address where islands meet, None without islands.
+    """Configures the launch. hostfile, setup_script: absolute; in a plan relative to the compiled
+    folder.
+
+    Without a hostfile the hosts are named when the run starts. slurm, kubernetes: in a plan set
+    only for that launcher. outer_store: address of the islands' store, None without islands.
     """
 
     launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
@@ -387,9 +389,8 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A recipe that passed stage 1. `document` is the merged input (extends and --set applied) with
-    every default filled in, as plain JSON: what the compiled folder stores as its resolved
-    recipe."""
+    """Holds a valid recipe. document: the input with extends and --set merged and every default
+    filled in, which the compiled folder stores as its resolved recipe."""
 
     version: int
     name: str
@@ -413,12 +414,13 @@ class Recipe:
 
     @property
     def is_own_run(self) -> bool:
-        """Whether what an estimate prices is a run of this project, not one that others
-        published."""
+        """Tell whether an estimate is of a run of this project, not of a published run of another
+        one."""
         return self.assume.kernels == "auto" or self.model.kernels == "compile"
 
     def dataset_sections(self) -> tuple[tuple[KeyPath, DataSection], ...]:
-        """Each data set of one kind, training and validation, with where it stands."""
+        """Return each data set of training and validation with its key; a mixture gives its
+        parts."""
         held_out = None if self.validation is None else self.validation.data
         found: list[tuple[KeyPath, DataSection]] = []
         for key, data in (("data", self.data), ("validation", held_out)):
@@ -429,14 +431,15 @@ class Recipe:
         return tuple(found)
 
     def tokenized(self) -> tuple[tuple[KeyPath, DataSection], ...]:
-        """Those of them that need a tokenizer."""
+        """Return the data sets that need a tokenizer, with their keys."""
         return tuple(
             (key, part) for key, part in self.dataset_sections() if part.kind in TOKENIZED_KINDS
         )
 
 
 def with_resolved_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
-    """model.kernels as it is settled. `compile` is priced as `assume.kernels: compiled`."""
+    """Set model.kernels to the resolved value. `compile` is costed as `assume.kernels:
+    compiled`."""
     assumed = recipe.assume.kernels
     if assumed in ("auto", "compiled"):
         assumed = "compiled" if kernels == "compile" else "auto"
@@ -449,7 +452,8 @@ def with_resolved_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSection:
-    """target_modules: names of modules inside a decoder layer; None (auto): every linear of it."""
+    """Configures LoRA. target_modules: names of modules inside a decoder layer; None (auto): every
+    linear layer of it."""
 
     rank: int
     alpha: float

@@ -1,5 +1,4 @@
-"""`launch.slurm.extra`: more options of sbatch, read against the table of those that it knows
-(sbatch.json)."""
+"""Checks `launch.slurm.extra` against the table of sbatch's options (sbatch.json)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from shardwright.utils.json_values import JsonValue
 
 KEY: KeyPath = ("launch", "slurm", "extra")
 SAFE_VALUE = re.compile(r"[A-Za-z0-9._,@+=:/%&|*()\[\] -]+")
-"""Neither sbatch nor bash makes anything else of these: no quote, backslash, #, $ or line break.
+"""Matches values that neither sbatch nor bash interprets: no quote, backslash, #, $ or line break.
 Spaces get quotes."""
 
 _NODES = "the plan has a task on each of cluster.nodes, which starts the node's ranks"
@@ -60,12 +59,12 @@ RESERVED_OPTIONS: dict[str, str] = {
     "array": "every job of an array would train in the same folder",
     "external": "the job would start nothing",
 }
-"""Option -> why it may not stand in `extra`."""
+"""Maps an option to the reason why it may not stand in `extra`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SbatchOption:
-    """value: required | optional | none."""
+    """Describes an option of sbatch. value: required | optional | none."""
 
     name: str
     short: str
@@ -95,8 +94,8 @@ def options() -> Mapping[str, SbatchOption]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeOption:
-    """One option as the recipe has it. name: as written, without hyphens; value: None where there
-    is none."""
+    """Holds one option of the recipe. name: as written, without hyphens. value: None where it has
+    none."""
 
     key: KeyPath
     name: str
@@ -112,7 +111,7 @@ class RecipeOption:
 
 
 def sbatch_arguments(extra: JsonValue) -> tuple[str, ...]:
-    """The words behind #SBATCH, of an `extra` in which sbatch_option_errors finds nothing."""
+    """Return the #SBATCH options of an `extra` without errors, as `--name=value`."""
     return tuple(
         _word(given.option, given.value)
         for given in _recipe_options(extra)
@@ -138,8 +137,8 @@ def _recipe_options(extra: JsonValue) -> Iterator[RecipeOption]:
 
 
 def _split(word: str, key: KeyPath) -> RecipeOption:
-    """--name=value, --name value, -N value or -Nvalue; quotes around the value are sbatch's, not
-    its own."""
+    """Split --name=value, --name value, -N value or -Nvalue; quotes around the value are
+    removed."""
     if word.startswith("-") and not word.startswith("--"):
         name, value = word[1:2], word[2:]
     else:
@@ -152,8 +151,8 @@ def _split(word: str, key: KeyPath) -> RecipeOption:
 
 
 def sbatch_option_errors(extra: JsonValue) -> Iterator[Diagnostic]:
-    """Every option that sbatch does not know, that another key decides, or that has a value it
-    cannot be given."""
+    """Yield SW1218 for options that another key decides, SW1219 for options that sbatch does not
+    know, and SW1220 for wrong values."""
     for given in _recipe_options(extra):
         option = given.option
         if option is None:
@@ -170,7 +169,7 @@ def sbatch_option_errors(extra: JsonValue) -> Iterator[Diagnostic]:
 
 
 def _value_error(option: SbatchOption, value: str | None) -> tuple[str, str] | None:
-    """(what is wrong with the value, what to do)"""
+    """Return (the fault of the value, the help); None for a right one."""
     if value is None:
         return (
             ("needs a value", f"Write --{option.name}=VALUE.")

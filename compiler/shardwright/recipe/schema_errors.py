@@ -1,4 +1,4 @@
-"""A document against the schema: every finding of jsonschema, said in a recipe's words."""
+"""Validates a document against the schema, with messages in the recipe's words."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ from shardwright.recipe.recipe_tree import yaml_scalar_value
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 MAX_SUGGESTION_SEARCHES = 200
-"""Unknown keys of one section for which a near name is looked for: a search each, and nobody
-mistypes more."""
+"""Bounds the unknown keys of one section for which a near name is searched: each costs a search."""
 _NOT_FINITE = {"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"}
 
 
 def schema_errors(document: JsonObject) -> tuple[Diagnostic, ...]:
-    """Every finding, each with its key, without those that only follow from another."""
+    """Return every error with its key, without those that only follow from another."""
     found: dict[KeyPath | None, Diagnostic] = {}
     findings = [
         *_unfilled_values(document),
@@ -54,8 +53,8 @@ def schema_errors(document: JsonObject) -> tuple[Diagnostic, ...]:
 
 
 def intended_keys(findings: Iterable[Diagnostic]) -> set[KeyPath]:
-    """Keys that are missing only because they are misspelt or misplaced: an unknown key was meant
-    to be them."""
+    """Return the keys that unknown keys were meant to be: those are missing only because they are
+    misspelt or misplaced."""
     unknown = [(d.key, near) for d in findings if d.code == "SW1101" and d.key for near in d.valid]
     return {tuple(near.split(".")) if "." in near else (*key[:-1], near) for key, near in unknown}
 
@@ -121,7 +120,7 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
 
 
 def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator[Diagnostic]:
-    """What the branch for this type of value says; where no branch is, every type that would do."""
+    """Yield the errors of the branch for this type of value; without one, all allowed types."""
     branches = cast(Sequence[JsonObject], error.validator_value)
     intended = [
         index
@@ -149,7 +148,7 @@ def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator
 def wrong_type(
     path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple[str, ...] = ()
 ) -> Diagnostic:
-    """choices: texts that would do as well, such as auto."""
+    """Make SW1102, or SW1013 for a NaN. choices: allowed texts, such as auto."""
     expected = " or ".join((*(f"`{c}`" for c in choices), *describe_types(wanted)))
     numeric = bool(wanted & {"integer", "number"})
     if isinstance(value, str) and numeric and value.lower() in _NOT_FINITE:
@@ -233,7 +232,7 @@ def _missing(path: KeyPath, key: str, value: JsonObject) -> Diagnostic:
 
 
 def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObject:
-    """Good enough for titles: only the last mapping's own value is known here."""
+    """Return the schema at a path; approximate, as only the last mapping's value is known."""
     for part in path:
         schema = (
             schema_items(schema, [value])
@@ -244,7 +243,7 @@ def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObjec
 
 
 def _unknown_keys(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iterator[Diagnostic]:
-    """By our own walk: jsonschema forgets which keys it has seen once one of them is wrong."""
+    """Yield SW1101. jsonschema cannot: it forgets the keys seen once one of them is wrong."""
     if isinstance(value, Mapping):
         known = schema_properties(schema, value)
         # Without a good `kind`, the keys that would go with it are unknown to us.
@@ -311,7 +310,8 @@ def _must(schema: JsonObject) -> str:
 
 
 def integer_errors(document: JsonValue, path: KeyPath = ()) -> Iterator[Diagnostic]:
-    """Floats that became integers (tokens: 1e300) beyond 2^53; `document` is the completed one."""
+    """Yield SW1014 for floats that became integers beyond 2^53 (tokens: 1e300) in a completed
+    document."""
     if isinstance(document, Mapping):
         for key, value in document.items():
             yield from integer_errors(value, (*path, key))

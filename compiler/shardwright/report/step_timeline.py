@@ -70,7 +70,7 @@ class StepTimeline:
 
 
 def step_timeline(layout: PricedLayout, time: Time) -> StepTimeline:
-    """One optimizer step of one data and tensor rank per pipeline rank.
+    """Holds one optimizer step of one data and tensor rank per pipeline rank.
 
     time: the plan's. What follows the last pass (the data-parallel collectives that nothing hides,
     the optimizer, the share of an outer step between islands) is the slowest rank's, as in the
@@ -148,8 +148,8 @@ def _sums(
 
 
 def sampled_ranks(timeline: StepTimeline, most_bars: int) -> tuple[int, ...]:
-    """Every pipeline rank; where that is more than so many bars, the first, the last and ranks
-    evenly between."""
+    """Return the pipeline ranks to draw with at most `most_bars` bars: all of them, or the first,
+    the last and evenly spaced ones between."""
     ranks = len(timeline.ranks)
     kept = max(2, ranks * most_bars // max(1, len(timeline.bars)))
     if kept >= ranks:
@@ -158,8 +158,8 @@ def sampled_ranks(timeline: StepTimeline, most_bars: int) -> tuple[int, ...]:
 
 
 def chrome_trace(timeline: StepTimeline, name: str, step_seconds: float) -> JsonObject:
-    """The Trace Event Format of chrome://tracing and Perfetto: a thread a pipeline rank,
-    microseconds."""
+    """Return the step in the Trace Event Format of chrome://tracing and Perfetto: a thread per
+    pipeline rank, in microseconds."""
     events: list[JsonValue] = [_named("process_name", 0, f"{name}: one predicted step")]
     for rank, bars in itertools.groupby(timeline.bars, key=lambda bar: bar.rank):
         events.append(_named("thread_name", rank, f"pipeline rank {rank}"))
