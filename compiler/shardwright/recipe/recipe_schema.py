@@ -28,17 +28,22 @@ def applicable_schemas(schema: JsonObject, value: JsonValue) -> Iterator[JsonObj
     """Yield the schema and every part of it ($ref, allOf, if/then/else, anyOf) that applies to this
     value."""
     yield schema
-    if "$ref" in schema:
-        yield from applicable_schemas(_definition(str(schema["$ref"])), value)
-    for part in _objects(schema.get("allOf")):
+    fitting = (part for part in _objects(schema.get("anyOf")) if has_allowed_type(part, value))
+    for part in (*schema_parts(schema, value), *fitting):
         yield from applicable_schemas(part, value)
+
+
+def schema_parts(schema: JsonObject, value: JsonValue) -> Iterator[JsonObject]:
+    """Yield the direct parts of a schema that the value has to fulfil too: $ref, allOf, then,
+    else."""
+    if "$ref" in schema:
+        definitions = _object(recipe_schema()["$defs"])
+        yield _object(definitions[str(schema["$ref"]).removeprefix("#/$defs/")])
+    yield from _objects(schema.get("allOf"))
     if "if" in schema:
         branch = schema.get("then" if _holds(_object(schema["if"]), value) else "else")
         if branch is not None:
-            yield from applicable_schemas(_object(branch), value)
-    for part in _objects(schema.get("anyOf")):
-        if has_allowed_type(part, value):
-            yield from applicable_schemas(part, value)
+            yield _object(branch)
 
 
 def schema_properties(schema: JsonObject, value: JsonValue) -> dict[str, JsonObject]:
@@ -58,21 +63,14 @@ def allows_other_keys(schema: JsonObject, value: JsonValue) -> bool:
     )
 
 
-def allowed_types(
-    schema: JsonObject, value: JsonValue = None, *, any_branch: bool = True
-) -> set[str]:
+def allowed_types(schema: JsonObject, value: JsonValue = None) -> set[str]:
     """Return the JSON type names that the schema allows; every branch of anyOf counts."""
     found: set[str] = set()
     for part in applicable_schemas(schema, value):
         named = part.get("type")
-        found |= (
-            {named}
-            if isinstance(named, str)
-            else {str(t) for t in cast(Sequence[str], named or ())}
-        )
-        if any_branch:
-            for branch in _objects(part.get("anyOf")):
-                found |= allowed_types(branch, value)
+        found |= {named} if isinstance(named, str) else set(cast(Sequence[str], named or ()))
+        for branch in _objects(part.get("anyOf")):
+            found |= allowed_types(branch, value)
     return found
 
 
@@ -177,10 +175,6 @@ def _holds(condition: JsonObject, value: JsonValue) -> bool:
         return False
     allowed_types = _object(condition.get("properties", {}))
     return all(value.get(key) == _object(sub).get("const") for key, sub in allowed_types.items())
-
-
-def _definition(reference: str) -> JsonObject:
-    return _object(_object(recipe_schema()["$defs"])[reference.removeprefix("#/$defs/")])
 
 
 def _object(value: JsonValue) -> JsonObject:

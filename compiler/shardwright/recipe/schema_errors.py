@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
-
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.recipe.recipe_parser import INTEGER_HELP, LARGEST_INTEGER
@@ -27,7 +27,9 @@ from shardwright.recipe.recipe_schema import (
     quote_text,
     recipe_schema,
     schema_items,
+    schema_parts,
     schema_properties,
+    type_names,
 )
 from shardwright.recipe.recipe_tree import yaml_scalar_value
 from shardwright.utils.json_values import JsonObject, JsonValue
@@ -42,7 +44,7 @@ def schema_errors(document: JsonObject) -> tuple[Diagnostic, ...]:
     found: dict[KeyPath | None, Diagnostic] = {}
     findings = [
         *_unfilled_values(document),
-        *_schema_findings(document),
+        *_value_errors(recipe_schema(), document, ()),
         *_unknown_keys(recipe_schema(), document, ()),
     ]
     # One a key, and the type first: what else is said of a value of the wrong type means little.
@@ -68,81 +70,94 @@ def _unfilled_values(value: JsonValue, path: KeyPath = ()) -> Iterator[Diagnosti
         yield found("SW1108", path, message, f"Write its value in place of {FILL_IN}.")
 
 
-def _schema_findings(document: JsonObject) -> Iterator[Diagnostic]:
-    for error in Draft202012Validator(dict(recipe_schema())).iter_errors(document):
-        yield from _convert(error)
+def _value_errors(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iterator[Diagnostic]:
+    """Yield the errors of a value by draft 2020-12, without those of unknown keys."""
+    yield from _keyword_errors(schema, value, path)
+    for part in schema_parts(schema, value):
+        yield from _value_errors(part, value, path)
+    branches = cast(Sequence[JsonObject], schema.get("anyOf", ()))
+    errors = [tuple(_value_errors(branch, value, path)) for branch in branches]
+    if errors and all(errors):
+        yield from _any_of(branches, errors, value, path)
+    if isinstance(value, Mapping):
+        properties = cast(Mapping[str, JsonObject], schema.get("properties", {}))
+        others, names = schema.get("additionalProperties"), schema.get("propertyNames")
+        for key, below in value.items():
+            if key in properties:
+                yield from _value_errors(properties[key], below, (*path, key))
+            elif isinstance(others, Mapping):
+                yield from _value_errors(others, below, (*path, key))
+            if isinstance(names, Mapping) and any(_value_errors(names, key, path)):
+                what = f"{dotted_key(path)}: {quote_text(key)} is not {_rule(names)}"
+                yield found("SW1106", (*path, key), what, _must(names))
+    elif isinstance(value, list) and isinstance(items := schema.get("items"), Mapping):
+        for index, item in enumerate(value):
+            yield from _value_errors(items, item, (*path, index))
 
 
-def _convert(error: ValidationError) -> Iterator[Diagnostic]:
-    path = cast(KeyPath, tuple(error.absolute_path))
-    value = cast(JsonValue, error.instance)
-    schema = cast(JsonObject, error.schema)
-    word, limit = str(error.validator), cast(JsonValue, error.validator_value)
-    if word == "anyOf":
-        yield from _any_of(error, path, value)
-    elif "propertyNames" in error.absolute_schema_path:
-        key = str(value)
-        yield found(
-            "SW1106",
-            (*path, key),
-            f"{dotted_key(path)}: {quote_text(key)} is not {_rule(schema)}",
-            _must(schema),
-        )
-    elif word == "type":
-        yield wrong_type(path, value, allowed_types(schema, any_branch=False))
-    elif word in ("enum", "const"):
-        yield _not_a_choice(
-            path, value, [limit] if word == "const" else list(cast(Sequence[JsonValue], limit))
-        )
-    elif word in _RANGES:
-        yield found(
-            "SW1104",
-            path,
-            f"{dotted_key(path)}: {describe_value(value)} is out of range",
-            f"Give a number {_range(schema)}.",
-        )
-    elif word == "required":
-        for key in cast(Sequence[str], limit):
-            if key not in cast(JsonObject, value):
-                yield _missing(path, key, cast(JsonObject, value))
-    elif word in ("pattern", "not", "minLength", "maxLength"):
-        yield found(
-            "SW1106",
-            path,
-            f"{dotted_key(path)}: {quote_text(str(value))} is not {_rule(schema)}",
-            _must(schema),
-        )
-    elif word in ("minItems", "maxItems", "minProperties", "maxProperties"):
-        length = len(cast(Sequence[JsonValue], value))
-        bound = "at least" if word.startswith("min") else "at most"
-        message = f"{dotted_key(path)} has {length} entries; it takes {bound} {limit}"
-        yield found("SW1107", path, message, f"Give {bound} {limit}.")
+def _keyword_errors(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iterator[Diagnostic]:
+    """Yield the errors of a value by the keywords of this schema alone."""
+    key = dotted_key(path)
+    types = schema.get("type")
+    allowed = {types} if isinstance(types, str) else set(cast(Sequence[str], types or ()))
+    if allowed and not allowed & type_names(value):
+        yield wrong_type(path, value, allowed)
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list) and not any(_equal(value, choice) for choice in choices):
+        yield _not_a_choice(path, value, choices)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        limits = {word: cast(float, schema[word]) for word in _RANGES if word in schema}
+        if not all(_RANGES[word][1](value, limit) for word, limit in limits.items()):
+            help = " and ".join(f"{_RANGES[word][0]} {limit}" for word, limit in limits.items())
+            what = f"{key}: {describe_value(value)} is out of range"
+            yield found("SW1104", path, what, f"Give a number {help}.")
+    elif isinstance(value, str):
+        pattern = schema.get("pattern")
+        misfit = pattern is not None and re.search(str(pattern), value) is None
+        excluded = schema.get("not")
+        misfit |= isinstance(excluded, Mapping) and not any(_value_errors(excluded, value, path))
+        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", len(value))
+        if misfit or not cast(int, shortest) <= len(value) <= cast(int, longest):
+            what = f"{key}: {quote_text(value)} is not {_rule(schema)}"
+            yield found("SW1106", path, what, _must(schema))
+    elif isinstance(value, Mapping | list):
+        kind = "Items" if isinstance(value, list) else "Properties"
+        fewest = cast(int, schema.get(f"min{kind}", 0))
+        most = cast(int, schema.get(f"max{kind}", len(value)))
+        if not fewest <= len(value) <= most:
+            bound = f"at least {fewest}" if len(value) < fewest else f"at most {most}"
+            message = f"{key} has {len(value)} entries; it takes {bound}"
+            yield found("SW1107", path, message, f"Give {bound}.")
+        if isinstance(value, Mapping):
+            required = cast(Sequence[str], schema.get("required", ()))
+            yield from (_missing(path, name, value) for name in required if name not in value)
 
 
-def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator[Diagnostic]:
-    """Yield the errors of the branch for this type of value; without one, all allowed types."""
-    branches = cast(Sequence[JsonObject], error.validator_value)
+def _equal(value: JsonValue, choice: JsonValue) -> bool:
+    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
+
+
+def _any_of(
+    branches: Sequence[JsonObject],
+    errors: Sequence[tuple[Diagnostic, ...]],
+    value: JsonValue,
+    path: KeyPath,
+) -> Iterator[Diagnostic]:
+    """Yield the errors of the branches for this type of value; without one, all allowed types."""
     intended = [
-        index
-        for index, branch in enumerate(branches)
+        found
+        for branch, found in zip(branches, errors, strict=True)
         if "const" not in branch and has_allowed_type(branch, value)
     ]
     if intended:
-        for inner in error.context or ():
-            # schema_path is relative to anyOf: its first part is the branch's index.
-            if inner.schema_path[0] in intended:
-                yield from _convert(inner)
+        yield from itertools.chain.from_iterable(intended)
         return
     words = [
-        cast(
-            Sequence[JsonValue], branch.get("enum", [branch["const"]] if "const" in branch else ())
-        )
-        for branch in branches
+        branch.get("enum", [branch["const"]] if "const" in branch else []) for branch in branches
     ]
-    others = (allowed_types(branch) for branch, its in zip(branches, words, strict=True) if not its)
-    yield wrong_type(
-        path, value, set().union(*others), tuple(str(word) for its in words for word in its)
-    )
+    types = (allowed_types(branch) for branch, its in zip(branches, words, strict=True) if not its)
+    choices = tuple(str(word) for its in words for word in cast(Sequence[JsonValue], its))
+    yield wrong_type(path, value, set().union(*types), choices)
 
 
 def wrong_type(
@@ -243,7 +258,7 @@ def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObjec
 
 
 def _unknown_keys(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iterator[Diagnostic]:
-    """Yield SW1101. jsonschema cannot: it forgets the keys seen once one of them is wrong."""
+    """Yield SW1101 for keys that no applicable part of the schema has."""
     if isinstance(value, Mapping):
         known = schema_properties(schema, value)
         # Without a good `kind`, the keys that would go with it are unknown to us.
@@ -287,18 +302,12 @@ def _under(path: tuple[str, ...]) -> str:
     return f"under `{'.'.join(path)}`" if path else "at the top of the recipe"
 
 
-_RANGES: dict[str, str] = {
-    "minimum": "at least",
-    "exclusiveMinimum": "above",
-    "maximum": "at most",
-    "exclusiveMaximum": "below",
+_RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": ("at least", operator.ge),
+    "exclusiveMinimum": ("above", operator.gt),
+    "maximum": ("at most", operator.le),
+    "exclusiveMaximum": ("below", operator.lt),
 }
-
-
-def _range(schema: JsonObject) -> str:
-    return " and ".join(
-        f"{words} {schema[word]}" for word, words in _RANGES.items() if word in schema
-    )
 
 
 def _rule(schema: JsonObject) -> str:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from random import Random
+from typing import Any, cast
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from ruamel.yaml import YAML
 
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import diagnostic_to_json, render_diagnostics
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_schema import fill_in_defaults, recipe_schema
+from shardwright.recipe.schema_errors import schema_errors
+from shardwright.utils.json_values import JsonObject, JsonValue
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 from tests.unit.recipe.test_load import FULL
 
@@ -148,3 +155,42 @@ def test_replaced_values(key: str, value: object, path: list[str]) -> None:
 )
 def test_overrides(overrides: list[str]) -> None:
     reads(GOOD.encode(), tuple(overrides))
+
+
+VALUES: tuple[JsonValue, ...] = (
+    *(None, True, 0, -1, 1.5, 2.0, 10**12, "", "auto", "x y", "fp32", "a/b", "1:2"),
+    *([], ["a"], [1, 2], {}, {"a": 1}, {"full": 2}, {"kind": "text"}),
+)
+
+
+def test_the_schema_is_checked_as_jsonschema_does() -> None:
+    """A value is replaced, or a key left out: both refuse the document, or neither does."""
+    sections = """\
+tracking: {tensorboard: true, wandb: {project: p}, noise_scale: {every_steps: 5}}
+lora: {rank: 8, target_modules: [a]}
+launch: {kubernetes: {image: i, volume_claim: v, directory: /shared/a}, env: {A: b}, env_from: [C]}
+data: {kind: chat, path: b, template: t, images: {per_row: 1, max_pixels: 4096}}
+"""
+    valid = Draft202012Validator(dict(recipe_schema()))
+    documents = [
+        cast(JsonObject, fill_in_defaults(recipe_schema(), YAML(typ="safe", pure=True).load(text)))
+        for text in (GOOD, FULL, GOOD + sections)
+    ]
+    random = Random(7)
+    refused = 0
+    for _ in range(300):
+        document = json.loads(json.dumps(random.choice(documents)))
+        place: Any = document
+        while True:
+            key = random.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if not place[key] or not isinstance(place[key], dict | list) or random.random() < 0.2:
+                break
+            place = place[key]
+        if isinstance(place, dict) and random.random() < 0.2:
+            del place[key]
+        else:
+            place[key] = random.choice(VALUES)
+        is_valid = valid.is_valid(document)
+        assert (schema_errors(document) == ()) == is_valid, document
+        refused += not is_valid
+    assert 50 < refused < 250
