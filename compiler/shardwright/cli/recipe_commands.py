@@ -367,7 +367,6 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Return what compile would refuse of a loaded recipe, as far as that is known without
     torch."""
     from shardwright.cluster.gpu_catalogue import gpu_errors, resolve_cluster
-    from shardwright.cost.calibrated_costs import calibration_errors
     from shardwright.engines.engine_table import engines_for
     from shardwright.models.model_check import check_model
     from shardwright.recipe.input_file_checks import check_files
@@ -384,7 +383,11 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
         ]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
     refused = [engine.sbatch_option_errors(recipe) for engine in engines_for(recipe.target)]
-    found += [*(refused[0] if all(refused) else ()), *calibration_errors(recipe)]
+    found += refused[0] if all(refused) else ()
+    if recipe.cluster.measured is not None:
+        from shardwright.cost.calibrated_costs import calibration_errors
+
+        found += calibration_errors(recipe)
     by_code_and_key: dict[tuple[str, object], Diagnostic] = {}
     for diagnostic in found:
         by_code_and_key.setdefault((diagnostic.code, diagnostic.key), diagnostic)

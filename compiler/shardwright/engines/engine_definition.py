@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.layout import Candidate, Rule
 from shardwright.models.model_graph import ModelGraph
-from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import AutoSwitch, Fabric, Precision, TaskName
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonObject
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

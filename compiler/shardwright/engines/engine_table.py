@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.deepspeed.deepspeed_capabilities import DEEPSPEED
@@ -16,9 +16,11 @@ from shardwright.engines.megatron.megatron_capabilities import MEGATRON
 from shardwright.engines.reference.reference_capabilities import REFERENCE
 from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.layout import Layout
-from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import Fabric
 from shardwright.recipe.recipe_types import Recipe
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
 DEFAULT_TARGET = DEEPSPEED.name

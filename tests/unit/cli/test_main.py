@@ -192,7 +192,10 @@ def test_color(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "absent"),
     [
         (["--help"], ("torch", "numpy", "jsonschema", "ruamel", "shardwright.diagnostics")),
-        (["check", "RECIPE"], ("torch", "numpy", "transformers", "deepspeed", "pydantic")),
+        (
+            ["check", "RECIPE"],
+            ("torch", "numpy", "transformers", "deepspeed", "pydantic", "jsonschema"),
+        ),
         (
             ["import", "--launch", "deepspeed train.py"],
             ("torch", "numpy", "transformers", "deepspeed", "pydantic"),

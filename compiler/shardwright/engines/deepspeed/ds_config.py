@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.engines.deepspeed.ds_config_schema import (
@@ -24,9 +24,11 @@ from shardwright.layout.zero_settings import (
     PREFETCH_NUMEL,
     disables_hpz,
 )
-from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonObject, JsonValue
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
 
 # The recipe's `extra`: more of DeepSpeed's keys, merged into ds_config.json where the plan decides
 # nothing.

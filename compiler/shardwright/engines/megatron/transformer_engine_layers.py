@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
 from shardwright.layout.layout import Candidate
-from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import AutoSwitch
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, DataSection, Recipe
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
 
 PACKAGE = "transformer-engine"
 TRANSFORMER_ENGINE_AXES = ("tensor", "context", "expert_tensor")
