@@ -12,8 +12,7 @@ from shardwright.cli.command_options import add_json, add_overrides, positive
 from shardwright.cli.terminal import error, labelled_lines, shell_quoted, table_lines
 
 if TYPE_CHECKING:
-    from shardwright.calibrate.layout_trials import LayoutTrial, TuningResult
-    from shardwright.utils.json_values import JsonDocument
+    from shardwright.calibrate.layout_trials import TuningResult
 
 
 CPU_MINUTES, GPU_MINUTES = 0.5, 5.0
@@ -83,8 +82,8 @@ def _written_lines(output: Path) -> list[str]:
     return labelled_lines(rows, 13)
 
 
-# `shardwright tune RECIPE`: runs the best layouts and today's for a few steps; measured beside
-# predicted.
+# `shardwright tune RECIPE`: run the best layouts and the ZeRO baselines for a few steps, and show
+# measured beside predicted step times.
 
 
 TUNED_FILE = "tuned.json"
@@ -130,7 +129,19 @@ def run_tune(args: argparse.Namespace) -> int:
     """Exit 1 where no layout ran."""
     from shardwright.recipe.recipe_loader import load_recipe
 
-    if wrong := _usage_error(args):
+    wrong = ""
+    if args.pin and args.overrides:
+        wrong = (
+            "--pin and --set: the pinned recipe would lack what --set changes; write it into "
+            "the recipe first"
+        )
+    elif args.pin and str(args.recipe) == "-":
+        wrong = "--pin: a recipe from standard input has no file to write to"
+    elif not args.output.parent.is_dir():
+        wrong = f"-o: {args.output.parent} is not a folder"
+    elif args.folder is not None and not args.folder.is_dir():
+        wrong = f"--folder: {args.folder} is not a folder"
+    if wrong:
         error(wrong)
         return 1
     recipe = load_recipe(args.recipe, args.overrides)
@@ -150,7 +161,16 @@ def run_tune(args: argparse.Namespace) -> int:
         )
     write_atomically(args.output, strict_json(done.found) + "\n")
     if args.json:
-        runs = [_trial_json(trial) for trial in done.trials]
+        runs = [
+            {
+                "strategy": trial.strategy,
+                "predicted_step_seconds": trial.predicted_seconds,
+                "measured": trial.run,
+                "today": trial.is_baseline,
+                "why_not": trial.why or None,
+            }
+            for trial in done.trials
+        ]
         document = {"recipe": str(args.recipe), "file": str(args.output), "runs": runs}
         print(strict_json(document))
     else:
@@ -168,52 +188,26 @@ def run_tune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _usage_error(args: argparse.Namespace) -> str:
-    if args.pin and args.overrides:
-        return (
-            "--pin and --set: the pinned recipe would lack what --set changes; write it into "
-            "the recipe first"
-        )
-    if args.pin and str(args.recipe) == "-":
-        return "--pin: a recipe from standard input has no file to write to"
-    if not args.output.parent.is_dir():
-        return f"-o: {args.output.parent} is not a folder"
-    if args.folder is not None and not args.folder.is_dir():
-        return f"--folder: {args.folder} is not a folder"
-    return ""
-
-
 def table(done: TuningResult) -> list[str]:
-    """Measured beside predicted, the fastest one marked."""
-    rows = [
-        _cells(place, each, each is done.winner) for place, each in enumerate(done.trials, start=1)
-    ]
+    """Return a table of measured beside predicted step times, the fastest one marked."""
+    rows = []
+    for place, each in enumerate(done.trials, start=1):
+        run, predicted = each.run, each.predicted_seconds
+        notes = ["fastest"] * (each is done.winner)
+        notes += [f"ZeRO-{each.strategy.zero_stage} baseline"] * each.is_baseline
+        figures = ("-", "-", "-", "-")
+        if run is None:
+            notes.append(each.why)
+        else:
+            seconds = run.step_seconds
+            figures = (
+                f"{seconds.value:.4g}",
+                f"{predicted / seconds.value - 1:+.1%}",
+                str(seconds.n),
+                f"{seconds.spread:.0%}",
+            )
+        layout = each.strategy.describe()
+        rows.append((str(place), layout, f"{predicted:.4g}", *figures, ", ".join(notes)))
     header = ("#", "layout", "predicted s", "measured s", "off", "n", "spread", "")
     fastest = [i for i, each in enumerate(done.trials) if each is done.winner]
     return table_lines(header, rows, text=(1, 7), bold=fastest)
-
-
-def _cells(place: int, each: LayoutTrial, fastest: bool) -> tuple[str, ...]:
-    notes = ["fastest"] * fastest + [f"today's ZeRO-{each.strategy.zero_stage}"] * each.is_baseline
-    run, predicted = each.run, each.predicted_seconds
-    figures = ("-", "-", "-", "-")
-    if run is not None:
-        seconds = run.step_seconds
-        figures = (
-            f"{seconds.value:.4g}",
-            f"{predicted / seconds.value - 1:+.1%}",
-            str(seconds.n),
-            f"{seconds.spread:.0%}",
-        )
-    told = [*notes, *([each.why] if run is None else [])]
-    return (str(place), each.strategy.describe(), f"{predicted:.4g}", *figures, ", ".join(told))
-
-
-def _trial_json(each: LayoutTrial) -> JsonDocument:
-    return {
-        "strategy": each.strategy,
-        "predicted_step_seconds": each.predicted_seconds,
-        "measured": each.run,
-        "today": each.is_baseline,
-        "why_not": each.why or None,
-    }

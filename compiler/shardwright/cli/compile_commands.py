@@ -24,7 +24,7 @@ from shardwright.cli.terminal import (
     table_lines,
     use_color,
 )
-from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.diagnostics import Refusal, found
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.models.model_files import weights_summary
 from shardwright.utils.json_values import strict_json
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from shardwright.compile import CompileResult
     from shardwright.data.data_summary import ImageThroughput, SampleSpan, SourceSummary
     from shardwright.data.dataset import Dataset
-    from shardwright.monitor.run_files import SaveStatistics
     from shardwright.plan.plan import Plan, PlanStage
-    from shardwright.recipe.recipe_types import Recipe
-    from shardwright.verify.layout_verification import Comparison, VerificationResult
+    from shardwright.verify.layout_verification import VerificationResult
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +53,7 @@ def run_compile(args: argparse.Namespace) -> int:
         remove_surplus_island_plans,
         write_folder,
     )
+    from shardwright.monitor.run_files import read_save_statistics
     from shardwright.plan.island_plans import island_name
     from shardwright.recipe.recipe_loader import load_recipe, with_measured_checkpoint_rate
 
@@ -63,7 +62,10 @@ def run_compile(args: argparse.Namespace) -> int:
     islands = range(recipe.cluster.islands if recipe.training.outer else 0)
     for folder in (args.output, *(args.output / island_name(k) for k in islands)):
         check_output_folder(folder)
-    saves = _measured_saves(recipe, args.output)
+    saves = None
+    is_auto = recipe.checkpoint.every_steps == "auto"
+    if is_auto and recipe.cluster.checkpoint_gbytes_per_second is None:  # decision 025
+        saves = read_save_statistics(args.output)
     if saves is not None:
         recipe = with_measured_checkpoint_rate(recipe, saves.gbytes_per_second)
 
@@ -78,38 +80,19 @@ def run_compile(args: argparse.Namespace) -> int:
     if args.json:
         print(compiled_json(compiled, args.output))
         return 0
-    print(compiled_text(compiled, args.output, _interval(recipe, compiled.plan, saves)))
+    interval = ""
+    if is_auto:
+        every = compiled.plan.checkpoint.every_steps
+        assert every is not None, "auto is always some steps"
+        seconds = every * compiled.plan.predicted.time.step_seconds
+        interval = f"every {every:,} steps, {format_days(seconds / SECONDS_PER_DAY)} apart"
+        if saves is not None:
+            interval += (
+                f"; the run there wrote {format_number(saves.gbytes_per_second)} GB/s a node in "
+                f"{saves.count} saves"
+            )
+    print(compiled_text(compiled, args.output, interval))
     return 0
-
-
-def _measured_saves(recipe: Recipe, directory: Path) -> SaveStatistics | None:
-    """Return what the run in the output folder measured of its saves. None unless the interval is
-    auto and the recipe gives no speed (decision 025)."""
-    from shardwright.monitor.run_files import read_save_statistics
-
-    settles = (
-        recipe.checkpoint.every_steps == "auto"
-        and recipe.cluster.checkpoint_gbytes_per_second is None
-    )
-    return read_save_statistics(directory) if settles else None
-
-
-def _interval(recipe: Recipe, plan: Plan, saves: SaveStatistics | None) -> str:
-    """Return what `checkpoint.every_steps: auto` became; "" where the recipe gives it."""
-    if recipe.checkpoint.every_steps != "auto":
-        return ""
-    every = plan.checkpoint.every_steps
-    assert every is not None, "auto is always some steps"
-    words = (
-        f"every {every:,} steps, "
-        f"{format_days(every * plan.predicted.time.step_seconds / SECONDS_PER_DAY)} apart"
-    )
-    if saves is None:
-        return words
-    return (
-        f"{words}; the run there wrote {format_number(saves.gbytes_per_second)} GB/s a node in "
-        f"{saves.count} saves"
-    )
 
 
 def compiled_json(compiled: CompileResult, directory: Path) -> str:
@@ -177,8 +160,8 @@ def compiled_text(compiled: CompileResult, directory: Path, interval: str = "") 
             "training",
             f"{length} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}",
         ),
-        *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
-        ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the fullest rank, predicted"),
+        *((f"stage {stage.stage}", _stage_text(stage)) for stage in plan.stages),
+        ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the peak-memory rank, predicted"),
         ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
         ("error", error_bar_text(compiled.error)),
         *([("saves", interval)] if interval else []),
@@ -189,27 +172,22 @@ def compiled_text(compiled: CompileResult, directory: Path, interval: str = "") 
                 f"{escape_control_characters(str(directory))}"
             ),
         ),
-        *_next(plan, directory),
     ]
+    place = shell_quoted(str(directory))
+    if plan.islands == 1:
+        rows.append(("next", f"shardwright run {place}"))
+    else:
+        store = f"shardwright outer-store {place}    (at {plan.launch.outer_store})"
+        rows.append(("next", store))
+        rows += [("", f"shardwright run {place} --island {k}") for k in range(plan.islands)]
     return "\n".join(labelled_lines(rows))
 
 
-def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
-    """Return the commands that start the run."""
-    place = shell_quoted(str(directory))
-    if plan.islands == 1:
-        return [("next", f"shardwright run {place}")]
-    store = f"shardwright outer-store {place}"
-    each = [("", f"shardwright run {place} --island {k}") for k in range(plan.islands)]
-    return [("next", f"{store}    (at {plan.launch.outer_store})"), *each]
-
-
-def _stage(stage: PlanStage) -> str:
-    names = (
-        stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
-    )
-    count = f"{len(stage.layers)} layer{'s' if len(stage.layers) > 1 else ''}"
-    return f"{count} on pipeline rank {stage.pipeline_rank}: {names}"
+def _stage_text(stage: PlanStage) -> str:
+    first, last, rank = stage.layers[0], stage.layers[-1], stage.pipeline_rank
+    if len(stage.layers) == 1:
+        return f"1 layer on pipeline rank {rank}: {first}"
+    return f"{len(stage.layers)} layers on pipeline rank {rank}: {first} ... {last}"
 
 
 # `shardwright prepare DIR`: tokenize a compiled folder's data ahead of its run; no GPU, no process
@@ -267,14 +245,24 @@ def run_prepare(args: argparse.Namespace) -> int:
 def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
     """Reports on the first records of each source. Raises Refusal (SW6153): more of them are bad
     than the recipe lets go, once the report is printed."""
-    from shardwright.data.data_preparation import prepared_sample
+    from shardwright.data.data_preparation import prepared_folder, prepared_sample
+    from shardwright.data.data_sources import tokenized_sections
     from shardwright.data.data_summary import record_samples, summarize, summarize_validation
+    from shardwright.data.image_files import read_image_counts
+    from shardwright.data.source_files import read_record_counts
     from shardwright.plan.plan import load_plan
+    from shardwright.recipe.recipe_loader import load_recipe
 
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as temporary:
         folder = Path(temporary) if subject.is_file() else subject
         if subject.is_file():
-            _compile_into(folder, subject)
+            from shardwright.compile import compile_recipe
+            from shardwright.compiled_folder import write_folder
+
+            recipe = load_recipe(subject)
+            compiled = compile_recipe(recipe)
+            print_diagnostics(compiled.warnings, recipe.source)
+            write_folder(folder, compiled.files)
         plan = load_plan(folder)
         with prepared_sample(plan, folder, max_records) as (tolerant, copy):
             report = DataReport(
@@ -288,33 +276,13 @@ def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
                 rate=None,
             )
             print(report_json(report) if as_json else report_text(report), flush=True)
-            _check_shares(plan, tolerant, copy)
+            for part, prepared in zip(
+                tokenized_sections(plan), tokenized_sections(tolerant), strict=True
+            ):
+                here = prepared_folder(prepared, copy)
+                counts = read_image_counts(here)
+                read_record_counts(here).check(part.skip_damaged, counts.damaged, counts.told)
     return 0
-
-
-def _compile_into(folder: Path, recipe_file: Path) -> None:
-    from shardwright.compile import compile_recipe
-    from shardwright.compiled_folder import write_folder
-    from shardwright.recipe.recipe_loader import load_recipe
-
-    recipe = load_recipe(recipe_file)
-    compiled = compile_recipe(recipe)
-    print_diagnostics(compiled.warnings, recipe.source)
-    write_folder(folder, compiled.files)
-
-
-def _check_shares(plan: Plan, tolerant: Plan, copy: Path) -> None:
-    """Raises Refusal (SW6153). plan: with the recipe's shares; tolerant, copy: as they were
-    prepared."""
-    from shardwright.data.data_preparation import prepared_folder
-    from shardwright.data.data_sources import tokenized_sections
-    from shardwright.data.image_files import read_image_counts
-    from shardwright.data.source_files import read_record_counts
-
-    for part, prepared in zip(tokenized_sections(plan), tokenized_sections(tolerant), strict=True):
-        here = prepared_folder(prepared, copy)
-        counts = read_image_counts(here)
-        read_record_counts(here).check(part.skip_damaged, counts.damaged, counts.told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,7 +471,10 @@ def _marked(pieces: Sequence[SampleSpan]) -> str:
     from shardwright.data.data_summary import SampleSpan, marked
 
     clean = [
-        SampleSpan(text="".join(map(_printable, piece.text)), trained=piece.trained)
+        SampleSpan(
+            text="".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in piece.text),
+            trained=piece.trained,
+        )
         for piece in pieces
     ]
     if not use_color(sys.stdout):
@@ -518,10 +489,6 @@ def _marked(pieces: Sequence[SampleSpan]) -> str:
             end="",
         )
     return captured.get()
-
-
-def _printable(character: str) -> str:
-    return character if character in "\n\t" or character.isprintable() else "\ufffd"
 
 
 # `shardwright verify R`: does this recipe's layout compute what one process computes? A tiny copy,
@@ -552,11 +519,6 @@ def run_verify(args: argparse.Namespace) -> int:
     print(_as_json(str(args.recipe), verdict) if args.json else _as_text(recipe.name, verdict))
     if verdict.matches:
         return 0
-    print_diagnostics((_mismatch(verdict),), None)
-    return 1
-
-
-def _mismatch(verdict: VerificationResult) -> Diagnostic:
     wrong = [check for check in verdict.checks if not check.passed]
     off = ", ".join(
         f"{check.name} off by {check.worst:.2g} (limit {check.limit:g})" for check in wrong
@@ -565,9 +527,9 @@ def _mismatch(verdict: VerificationResult) -> Diagnostic:
         "Do not pay for this run. Please report it with the recipe; another layout of `plan` "
         "may be right."
     )
-    return found(
-        "SW5401", None, f"{verdict.verified} does not train as one process does: {off}", help
-    )
+    message = f"{verdict.verified} does not train as one process does: {off}"
+    print_diagnostics((found("SW5401", None, message, help),), None)
+    return 1
 
 
 def _as_json(path: str, verdict: VerificationResult) -> str:
@@ -589,7 +551,14 @@ def _as_text(name: str, verdict: VerificationResult) -> str:
         ("layout", verdict.layout),
         ("tried as", verdict.verified),
         ("on", f"{verdict.architecture}, {verdict.parameters:,} parameters, fp32, CPU"),
-        *((check.name, _row(check)) for check in verdict.checks),
+        *(
+            (
+                check.name,
+                f"{'ok ' if check.passed else 'BAD'}  off by {check.worst:<8.2g} "
+                f"limit {check.limit:<6g} {check.what}".rstrip(),
+            )
+            for check in verdict.checks
+        ),
         (
             "verdict",
             (
@@ -599,8 +568,3 @@ def _as_text(name: str, verdict: VerificationResult) -> str:
         ),
     ]
     return "\n".join(labelled_lines(rows))
-
-
-def _row(check: Comparison) -> str:
-    mark = "ok " if check.passed else "BAD"
-    return f"{mark}  off by {check.worst:<8.2g} limit {check.limit:<6g} {check.what}".rstrip()

@@ -24,7 +24,6 @@ from shardwright.cli.command_options import add_json
 from shardwright.cli.terminal import table_lines, title
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
-from shardwright.layout.layout import Layout
 from shardwright.layout.zero_settings import HPZ
 from shardwright.models.model_files import TOKENIZER_PATTERNS
 from shardwright.recipe.recipe_types import Recipe
@@ -128,7 +127,9 @@ def _facts(subject: PricedRecipe) -> ResumeRequirements:
     from shardwright.models.trainable_parameters import frozen_parameter_patterns
     from shardwright.plan.plan_builder import plan_data, plan_lora
 
-    recipe, graph, name = subject.recipe, subject.graph, _tokenizer_name(subject.recipe)
+    recipe, graph = subject.recipe, subject.graph
+    # All parts of the data share one tokenizer.
+    name = next((part.tokenizer for _, part in recipe.tokenized()), None)
     if subject.plan is not None:
         facts = resume_requirements(subject.plan, Path(subject.name))
         if facts.tokenizer is None or name is None:
@@ -148,11 +149,6 @@ def _facts(subject: PricedRecipe) -> ResumeRequirements:
         data=None if recipe.data is None else plan_data(recipe.data),
         held_out=(recipe.validation and recipe.validation.fraction) or 0.0,
     )
-
-
-def _tokenizer_name(recipe: Recipe) -> str | None:
-    """Return the tokenizer that all parts of the data share."""
-    return next((part.tokenizer for _, part in recipe.tokenized()), None)
 
 
 def _tokenizer_files(name: str) -> TokenizerFiles:
@@ -196,12 +192,11 @@ def _leaves(
 
 def _stages(subject: PricedRecipe, resume_side: ResumeSide) -> JsonObject:
     names = [layer.name for layer in subject.graph.layers]
-    bounds = itertools.pairwise(resume_side.facts.boundaries)
-    return {f"stage {i}": _span(names[start:stop]) for i, (start, stop) in enumerate(bounds)}
-
-
-def _span(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} layers: {names[0]} ... {names[-1]}"
+    found: dict[str, JsonValue] = {}
+    for i, (start, stop) in enumerate(itertools.pairwise(resume_side.facts.boundaries)):
+        span = f"{stop - start} layers: {names[start]} ... {names[stop - 1]}"
+        found[f"stage {i}"] = names[start] if stop - start == 1 else span
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +276,14 @@ def comparison_page(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> 
         e for e in effects(a.estimate, b.estimate) if e.name in _FIGURE_FORMATS and (e.a or e.b)
     ]
     inside = in_layer_collectives_text(a.estimate.strategy, b.estimate.strategy)
-    figures = [_effect_row(effect, inside, is_cpu=on_cpu) for effect in shown]
+    figures = []
+    for effect in shown:
+        words, unit, form = _FIGURE_FORMATS[effect.name]
+        words = words.format(inside).replace("GPU", "rank" if on_cpu else "GPU")
+        values = ("-" if x is None else format(x / unit, form) for x in (effect.a, effect.b))
+        change = effect.change
+        told = "" if change is None else "same" if change == 0 else f"{change:+.1%}"
+        figures.append((words, *values, told))
     lines += [
         title("Effect"),
         *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  "),
@@ -321,16 +323,6 @@ def _say(value: JsonValue) -> str:
         else escape_control_characters(value if isinstance(value, str) else json.dumps(value))
     )
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-
-
-def _effect_row(effect: Effect, inside: str, *, is_cpu: bool) -> tuple[str, ...]:
-    words, unit, form = _FIGURE_FORMATS[effect.name]
-    words = words.format(inside).replace("GPU", "rank" if is_cpu else "GPU")
-    values = (
-        "-" if value is None else format(value / unit, form) for value in (effect.a, effect.b)
-    )
-    change = effect.change
-    return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"
 
 
 def comparison_json(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> JsonDocument:
@@ -393,10 +385,11 @@ def resume_verdict_of(a: ResumeSide, b: ResumeSide) -> ResumeVerdict:
     """Return how a checkpoint that `a` wrote resumes under `b`."""
     answer = compare_requirements(a.facts, b.facts)
     if answer.refused:
-        return ResumeVerdict(
-            verdict=NO, how=f"{_refused(answer)}; `shardwright export` gives its weights", notes=()
-        )
-    notes = (*_islands(a.recipe, b.recipe), *_samples(answer), *_settings(a.recipe, b.recipe))
+        why = f"the {answer.refused} is another one ({answer.why})"
+        why = answer.why if answer.refused == "adapters" else why
+        how = f"{why}; `shardwright export` gives its weights"
+        return ResumeVerdict(verdict=NO, how=how, notes=())
+    notes = _resume_notes(a.recipe, b.recipe, answer)
     if answer.layout:
         changed = ", ".join(each.key for each in answer.layout)
         how = (
@@ -405,7 +398,12 @@ def resume_verdict_of(a: ResumeSide, b: ResumeSide) -> ResumeVerdict:
         )
         return ResumeVerdict(verdict=CONVERTED, how=how, notes=notes)
     ours, theirs = a.facts.strategy, b.facts.strategy
-    order = [k for k in _compute_keys(ours) if getattr(ours, k) != getattr(theirs, k)]
+    order = [
+        field.name
+        for field in fields(ours)
+        if field.name not in (*SHARDING_KEYS, *_TRAFFIC_ONLY_KEYS)
+        and getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
     order += ["attention"] * (a.attention != b.attention) + ["extra"] * (
         _extra(a.recipe) != _extra(b.recipe)
     )
@@ -415,20 +413,6 @@ def resume_verdict_of(a: ResumeSide, b: ResumeSide) -> ResumeVerdict:
         return ResumeVerdict(verdict=SAME_RANKS, how=how, notes=notes)
     return ResumeVerdict(
         verdict=BIT_FOR_BIT, how="the layout is the same: each rank loads its own files", notes=()
-    )
-
-
-def _refused(answer: Compatibility) -> str:
-    if answer.refused == "adapters":
-        return answer.why
-    return f"the {answer.refused} is another one ({answer.why})"
-
-
-def _compute_keys(strategy: Layout) -> tuple[str, ...]:
-    return tuple(
-        field.name
-        for field in fields(strategy)
-        if field.name not in (*SHARDING_KEYS, *_TRAFFIC_ONLY_KEYS)
     )
 
 
@@ -444,26 +428,22 @@ def _extra(recipe: Recipe) -> JsonObject:
     return {**rest, "zero_optimization": kept} if kept else rest
 
 
-def _islands(a: Recipe, b: Recipe) -> tuple[str, ...]:
-    """Folders of one world and of islands lie beside each other: docs/islands.md."""
+def _resume_notes(a: Recipe, b: Recipe, answer: Compatibility) -> tuple[str, ...]:
+    """Return what the resumed run would notice beside its layout, a sentence each."""
+    notes = []
     ours, theirs = a.cluster.islands, b.cluster.islands
-    if ours == theirs or min(ours, theirs) > 1:
-        return ()
-    which = "the newest one after an outer step" if ours > 1 else "the newest one, on each island"
-    return (f"with --resume PATH: {which}; without it `run` names it and stops (SW6218)",)
-
-
-def _samples(answer: Compatibility) -> tuple[str, ...]:
-    if not answer.samples:
-        return ()
-    changed = ", ".join(each.key for each in answer.samples)
-    return (
-        f"the samples come in another order ({changed}): some may be seen twice, some not at all",
-    )
-
-
-def _settings(a: Recipe, b: Recipe) -> tuple[str, ...]:
-    """Name the settings of optimizer and schedule that change from the next step on."""
+    if ours != theirs and min(ours, theirs) == 1:  # docs/islands.md
+        which = "after an outer step" if ours > 1 else "on each island"
+        notes.append(
+            f"with --resume PATH: the newest checkpoint {which}; without it `run` names that "
+            "checkpoint and stops (SW6218)"
+        )
+    if answer.samples:
+        changed = ", ".join(each.key for each in answer.samples)
+        notes.append(
+            f"the samples come in another order ({changed}): some may be seen twice, some not at "
+            "all"
+        )
     names = (
         "optimizer",
         "scheduler",
@@ -473,11 +453,9 @@ def _settings(a: Recipe, b: Recipe) -> tuple[str, ...]:
         "tokens",
         "epochs",
     )
-    changed = [f"training.{k}" for k in names if getattr(a.training, k) != getattr(b.training, k)]
+    settings = [f"training.{k}" for k in names if getattr(a.training, k) != getattr(b.training, k)]
     if a.lora is not None and b.lora is not None and a.lora.dropout != b.lora.dropout:
-        changed.append("lora.dropout")
-    return (
-        (f"from the resumed step on these are the new ones: {', '.join(changed)}",)
-        if changed
-        else ()
-    )
+        settings.append("lora.dropout")
+    if settings:
+        notes.append(f"B's values apply from the resumed step on: {', '.join(settings)}")
+    return tuple(notes)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command_options import add_json, add_overrides
 from shardwright.cli.terminal import error, print_diagnostics
 from shardwright.diagnostics import Refusal
-from shardwright.utils.json_values import strict_json
+from shardwright.utils.json_values import JsonDocument, strict_json
 
 if TYPE_CHECKING:
     from shardwright.diagnostics.code_explanations import CodeExplanation
@@ -41,14 +41,36 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Exit 1 where the plan that is explained does not run; --why-not has answered in any case."""
-    if _is_code(args.subject):
+    # A code, unless a file or folder has that name.
+    is_path = os.path.exists(args.subject) or args.subject == "-"
+    if not is_path and re.fullmatch(r"\w+", args.subject):
         return _explain_code(args)
-
     if args.overrides and os.path.isdir(args.subject):
         error("--set changes a recipe; a compiled folder is what it is")
         return 1
     try:
-        return _explain_plan(args)
+        if args.why_not is not None:
+            from shardwright.cli.explain_plan import run_why_not
+
+            return run_why_not(args.subject, args.overrides, args.why_not, as_json=args.json)
+        from shardwright.cli.command_options import read_priced_recipe
+        from shardwright.cli.explain_plan import (
+            explain_priced_recipe,
+            explanation_json,
+            explanation_page,
+        )
+
+        subject = read_priced_recipe(args.subject, args.overrides)
+        found = explain_priced_recipe(subject)
+        print(
+            strict_json(explanation_json(subject, found))
+            if args.json
+            else explanation_page(subject, found),
+            flush=True,
+        )
+        if not args.json:
+            print_diagnostics(found.chosen.diagnostics, subject.recipe.source)
+        return 0 if found.chosen.feasible else 1
     except Refusal as refusal:
         if not args.json:
             raise
@@ -58,49 +80,30 @@ def run_explain(args: argparse.Namespace) -> int:
         return 1
 
 
-def _explain_plan(args: argparse.Namespace) -> int:
-    if args.why_not is not None:
-        from shardwright.cli.explain_plan import run_why_not
-
-        return run_why_not(args.subject, args.overrides, args.why_not, as_json=args.json)
-    from shardwright.cli.command_options import read_priced_recipe
-    from shardwright.cli.explain_plan import (
-        explain_priced_recipe,
-        explanation_json,
-        explanation_page,
-    )
-
-    subject = read_priced_recipe(args.subject, args.overrides)
-    found = explain_priced_recipe(subject)
-    print(
-        strict_json(explanation_json(subject, found))
-        if args.json
-        else explanation_page(subject, found),
-        flush=True,
-    )
-    if not args.json:
-        print_diagnostics(found.chosen.diagnostics, subject.recipe.source)
-    return 0 if found.chosen.feasible else 1
-
-
-def _is_code(word: str) -> bool:
-    """Return whether a word is meant as a code: no file or folder has that name."""
-    if os.path.exists(word) or word == "-":
-        return False
-    return re.fullmatch(r"\w+", word) is not None
-
-
 def _explain_code(args: argparse.Namespace) -> int:
+    import difflib
+
     from shardwright.diagnostics.code_explanations import explanation
+    from shardwright.diagnostics.code_registry import CODES
 
     if args.why_not is not None or args.overrides:
         error("--why-not and --set are for a recipe or a compiled folder")
         return 1
-    found = explanation(args.subject.upper())
-    if found is None:
-        error(_no_code(args.subject))
+    code = args.subject.upper()
+    if not re.fullmatch(r"SW\d{4}", code):
+        error(
+            f"{args.subject!r} is no code, file or folder; a code is SW and four digits, as in "
+            "`error[SW4112]`"
+        )
         return 1
-    print(strict_json(_object(found)) if args.json else code_page(found))
+    found = explanation(code)
+    if found is None:
+        close = difflib.get_close_matches(code, CODES, n=1)
+        error(f"there is no code {code}" + (f"; did you mean {close[0]}?" if close else ""))
+        return 1
+    keys = ("code", "title", "what", "why", "example", "instead", "source")
+    document: JsonDocument = {key: getattr(found, key) for key in keys}
+    print(strict_json(document) if args.json else code_page(found))
     return 0
 
 
@@ -113,46 +116,15 @@ def code_page(found: CodeExplanation) -> str:
                 "",
                 *textwrap.wrap(part, WIDTH, break_long_words=False, break_on_hyphens=False),
             ]
-    for title, text in (("Example", found.example), ("Instead", found.instead)):
+    flags = [f"--for {found.audience}"] * bool(found.audience)
+    flags += [f"--world-size {found.world_size}"] * bool(found.world_size)
+    needs = f" (lint {' '.join(flags)})" if flags else ""
+    for title, text in ((f"Example:{needs}", found.example), ("Instead:", found.instead)):
+        if len(text) > WIDTH:
+            with contextlib.suppress(ValueError):
+                text = json.dumps(json.loads(text), indent=2)
         if text.strip():
-            lines += [
-                "",
-                f"{title}:{_flags(found) if title == 'Example' else ''}",
-                *_indented(text),
-            ]
+            lines += ["", title, *(f"  {line}" for line in text.splitlines())]
     if found.source:
         lines += ["", *textwrap.wrap(f"Source: {found.source}", WIDTH, subsequent_indent="  ")]
     return "\n".join(lines)
-
-
-def _indented(text: str) -> list[str]:
-    """Indent an example; a long one that is JSON is broken into lines."""
-    if len(text) > WIDTH:
-        with contextlib.suppress(ValueError):
-            text = json.dumps(json.loads(text), indent=2)
-    return [f"  {line}" for line in text.splitlines()]
-
-
-def _flags(found: CodeExplanation) -> str:
-    flags = [f"--for {found.audience}"] * bool(found.audience)
-    flags += [f"--world-size {found.world_size}"] * bool(found.world_size)
-    return f" (lint {' '.join(flags)})" if flags else ""
-
-
-def _object(found: CodeExplanation) -> dict[str, str]:
-    keys = ("code", "title", "what", "why", "example", "instead", "source")
-    return {key: getattr(found, key) for key in keys}
-
-
-def _no_code(word: str) -> str:
-    import difflib
-
-    from shardwright.diagnostics.code_registry import CODES
-
-    if not re.fullmatch(r"SW\d{4}", word, re.IGNORECASE):
-        return (
-            f"{word!r} is no code, file or folder; a code is SW and four digits, as in "
-            "`error[SW4112]`"
-        )
-    close = difflib.get_close_matches(word.upper(), CODES, n=1)
-    return f"there is no code {word.upper()}" + (f"; did you mean {close[0]}?" if close else "")

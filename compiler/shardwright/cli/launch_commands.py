@@ -155,34 +155,28 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
+    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
+    from shardwright.diloco.link_probe import PlannedLink, check_outer_store_link
     from shardwright.plan.plan import load_plan
+    from shardwright.recipe.recipe_loader import load_recipe
 
     folder = island_folder(args)
     plan = load_plan(folder)
     checks = list(_checks(plan, folder, args.hostfile))
     if plan.islands > 1:
-        checks.append(_store_check(plan, folder))
+        step = inner_step_seconds(plan.predicted.time)
+        cost = islands_cost(
+            load_recipe(folder / "recipe.resolved.json"), plan.model.total_parameters, step
+        )
+        assert cost is not None, "a plan of islands has a recipe of them"
+        planned = PlannedLink(
+            gbits_per_second=cost.link_gbits_per_second,
+            outer_seconds=cost.outer_seconds,
+            between_seconds=cost.every_steps * step,
+        )
+        checks.append(check_outer_store_link(plan, folder, planned))
     print(checks_json(checks) if args.json else checks_text(checks))
     return 1 if any(check_has_errors(check) for check in checks) else 0
-
-
-def _store_check(plan: Plan, folder: Path) -> HostCheck:
-    """Check the link from an island's folder to the outer store."""
-    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
-    from shardwright.diloco.link_probe import PlannedLink, check_outer_store_link
-    from shardwright.recipe.recipe_loader import load_recipe
-
-    step = inner_step_seconds(plan.predicted.time)
-    cost = islands_cost(
-        load_recipe(folder / "recipe.resolved.json"), plan.model.total_parameters, step
-    )
-    assert cost is not None, "a plan of islands has a recipe of them"
-    planned = PlannedLink(
-        gbits_per_second=cost.link_gbits_per_second,
-        outer_seconds=cost.outer_seconds,
-        between_seconds=cost.every_steps * step,
-    )
-    return check_outer_store_link(plan, folder, planned)
 
 
 def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostCheck]:

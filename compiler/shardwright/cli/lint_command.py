@@ -113,13 +113,18 @@ def run_lint(args: argparse.Namespace) -> int:
 def _lint(path: str, args: argparse.Namespace) -> LintResult:
     from shardwright.lint.ds_config_document import STDIN, parse_ds_config, read_ds_config_text
     from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
+    from shardwright.lint.megatron_lint import lint_arguments, read_arguments
 
     name = STDIN if path == "-" else path
     applied_fixes: tuple[LintFinding, ...] = ()
     notes: tuple[str, ...] = ()
     try:
         if args.audience == "megatron":
-            return _lint_arguments(name, read_ds_config_text(path), args.world_size)
+            arguments = read_arguments(name, read_ds_config_text(path), args.world_size)
+            found = lint_arguments(arguments)
+            return LintResult(
+                name=name, diagnostics=found, source=arguments.source, fixable=(False,) * len(found)
+            )
         document = parse_ds_config(name, read_ds_config_text(path))
         if args.fix:
             document, applied_fixes = _fix(document, args)
@@ -145,16 +150,6 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
         fixable=tuple(bool(found.fix) for found in findings),
         applied_fixes=applied_fixes,
         notes=notes,
-    )
-
-
-def _lint_arguments(name: str, text: str, world_size: int | None) -> LintResult:
-    from shardwright.lint.megatron_lint import lint_arguments, read_arguments
-
-    arguments = read_arguments(name, text, world_size)
-    told = lint_arguments(arguments)
-    return LintResult(
-        name=name, diagnostics=told, source=arguments.source, fixable=(False,) * len(told)
     )
 
 
@@ -222,19 +217,16 @@ def _github(result: LintResult, printed: int) -> None:
     (https://docs.github.com/actions/reference/workflow-commands-for-github-actions)."""
     for found in result.diagnostics:
         place = location_of(found, result.source)
-        where = f"file={_property(result.name)}"
+        file = _escaped(result.name).replace(":", "%3A").replace(",", "%2C")
+        where = f"file={file}"
         if place is not None and place.line:
             where += (
                 f",line={place.line},col={place.column},endColumn={place.column + place.length}"
             )
         text = f"{found.message}. {found.help}" if found.help else found.message
         level = "notice" if found.severity == "note" else found.severity
-        print(f"::{level} {where},title={found.code}::{_data(text)}", flush=True)
+        print(f"::{level} {where},title={found.code}::{_escaped(text)}", flush=True)
 
 
-def _data(text: str) -> str:
+def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

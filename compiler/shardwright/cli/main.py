@@ -117,7 +117,11 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_missing_streams()
+    # Streams that the caller closed (`>&-`).
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks shall not end a command.
         if hasattr(stream, "reconfigure"):
@@ -147,14 +151,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error)
 
 
-def _open_missing_streams() -> None:
-    """Open stdout and stderr where the caller closed them (`>&-`), which Python leaves as None."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
 def _dispatch(arguments: list[str]) -> int:
     if not arguments:
         print(_help(), file=sys.stderr)
@@ -167,7 +163,13 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"shardwright {__version__}")
         return DONE
     if first not in COMMANDS:
-        return _no_command(first)
+        import difflib
+
+        kind = "unknown option {}" if first.startswith("-") else "there is no command `{}`"
+        close = difflib.get_close_matches(first, COMMANDS, n=1)
+        help = f"did you mean `{close[0]}`?" if close else "`shardwright --help` lists the commands"
+        say(f"{kind.format(first)}; {help}")
+        return REFUSED
     command = COMMANDS[first]
     add_arguments, run = command.functions(first)
     parser = _Parser(
@@ -197,19 +199,6 @@ def _help() -> str:
         f"  {'-h, --help':<{width}}  this page; `shardwright COMMAND --help` for one command\n"
         f"  {version}  the version"
     )
-
-
-def _no_command(name: str) -> int:
-    import difflib
-
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    what = f"unknown option {name}" if name.startswith("-") else f"there is no command `{name}`"
-    say(
-        f"{what}; did you mean `{close[0]}`?"
-        if close
-        else f"{what}; `shardwright --help` lists the commands"
-    )
-    return REFUSED
 
 
 def _failed(error: Exception) -> int:

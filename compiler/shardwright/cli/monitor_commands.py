@@ -94,7 +94,6 @@ def _predicted_save_seconds(folder: Path) -> float | None:
     """Return None where the folder's recipe or model cannot be read."""
     from shardwright.compiled_folder import read_folder
     from shardwright.cost.goodput import goodput
-    from shardwright.diagnostics import Refusal
     from shardwright.layout.planning_problem import Problem
     from shardwright.utils.json_records import copy_shared_fields
 
@@ -286,16 +285,40 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_logs(args: argparse.Namespace) -> int:
-    from shardwright.launch.run_state import is_alive
+    from shardwright.launch.run_state import is_alive, read_state
     from shardwright.plan.plan import load_plan
 
     folder = island_folder(args)
     plan = load_plan(folder)
     path = log_path(plan, folder, args.rank)
     if not path.exists() and not (args.follow and is_alive(folder)):
-        raise _no_log(plan, path, args.rank)
-    _show(plan, path, folder, follow=args.follow)
-    return 0
+        where = ""
+        if args.rank:
+            line = plan.ranks[args.rank].node + 1
+            where = (
+                f" Without a shared file system it lies on the rank's own host, line {line} of the "
+                "hostfile."
+            )
+        raise refusal(
+            "SW6305",
+            f"there is no {str(path)!r}",
+            f"It is written once the run has started.{where}",
+        )
+    while args.follow and not path.exists() and is_alive(folder):
+        time.sleep(POLL_SECONDS)
+    if not path.exists():
+        return 0
+    with path.open(errors="replace") as file:
+        while True:
+            # Asked before the last read: nothing that comes after it is missed.
+            alive = args.follow and is_alive(folder) and not read_state(plan, folder).is_final
+            for text in file:
+                print(text, end="", flush=True)
+            if not alive:
+                return 0
+            time.sleep(POLL_SECONDS)
+            if path.exists() and path.stat().st_size < file.tell():  # a new attempt's file
+                file.seek(0)
 
 
 def log_path(plan: Plan, folder: Path, rank: int | None) -> Path:
@@ -308,41 +331,6 @@ def log_path(plan: Plan, folder: Path, rank: int | None) -> Path:
         if rank
         else folder / "run" / "launcher.log"
     )
-
-
-def _no_log(plan: Plan, path: Path, rank: int | None) -> Refusal:
-    where = ""
-    if rank:
-        line = plan.ranks[rank].node + 1
-        where = (
-            f" Without a shared file system it lies on the rank's own host, line {line} of the "
-            "hostfile."
-        )
-    return refusal(
-        "SW6305", f"there is no {str(path)!r}", f"It is written once the run has started.{where}"
-    )
-
-
-def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
-    """Print the file; with follow until the run ends. A new attempt's file is printed from its
-    beginning."""
-    from shardwright.launch.run_state import is_alive, read_state
-
-    while follow and not path.exists() and is_alive(folder):
-        time.sleep(POLL_SECONDS)
-    if not path.exists():
-        return
-    with path.open(errors="replace") as file:
-        while True:
-            # Asked before the last read: nothing that comes after it is missed.
-            alive = follow and is_alive(folder) and not read_state(plan, folder).is_final
-            for text in file:
-                print(text, end="", flush=True)
-            if not alive:
-                return
-            time.sleep(POLL_SECONDS)
-            if path.exists() and path.stat().st_size < file.tell():
-                file.seek(0)
 
 
 # `shardwright report DIR -o F.html`: a compiled folder, and its run, as one page. --trace: its

@@ -73,12 +73,19 @@ def run_init(args: argparse.Namespace) -> int:
         )
         return 1
     folder = os.path.isfile(os.path.join(args.model, "config.json"))
+    last = os.path.basename(os.path.normpath(args.model)).lower()
+    slots = f"{args.gpus_per_node}x" if args.nodes == 1 else f"{args.nodes}x{args.gpus_per_node}"
+    cluster = f"{slots}{gpu.split('-')[0]}"
     settings = StarterSettings(
         model=_relative(args.model, output)
         if folder
         else match_catalog_id(args.model) or args.model,
-        has_weights=folder and _has_weights(Path(args.model)),
-        name=_name(args.model, gpu, args.nodes, args.gpus_per_node),
+        has_weights=folder
+        and any(
+            next(Path(args.model).glob(pattern), None)
+            for pattern in ("*.safetensors", "pytorch_model*.bin")
+        ),
+        name=re.sub(r"[^A-Za-z0-9._-]", "-", f"{last}-{cluster}")[:64].strip("-"),
         gpu=gpu,
         nodes=args.nodes,
         gpus_per_node=args.gpus_per_node,
@@ -102,13 +109,6 @@ def run_init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _has_weights(folder: Path) -> bool:
-    """Return whether there are any; `compile` says whether they can be read."""
-    return any(
-        next(folder.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin")
-    )
-
-
 def _ask_gpu() -> str | None:
     """Ask for the GPU on a terminal; return None in a pipe, where nobody answers."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -118,16 +118,6 @@ def _ask_gpu() -> str | None:
     print(f"Known GPUs: {', '.join(catalogue()['gpus'])}", file=sys.stderr)
     print("gpu: ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip() or None
-
-
-def _name(model: str, gpu: str, nodes: int, gpus_per_node: int) -> str:
-    last = os.path.basename(os.path.normpath(model)).lower()
-    cluster = (
-        f"{gpus_per_node}x{gpu.split('-')[0]}"
-        if nodes == 1
-        else f"{nodes}x{gpus_per_node}{gpu.split('-')[0]}"
-    )
-    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{last}-{cluster}")[:64].strip("-")
 
 
 def _relative(folder: str, output: Path | None) -> str:
@@ -148,7 +138,13 @@ def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None
     from shardwright.compile import read_problem
     from shardwright.search.layout_search import choose_layout
 
-    recipe = _at(load_model_recipe(text, (), words), text, directory)
+    recipe = load_model_recipe(text, (), words)
+    source = recipe.model.source
+    if directory is not None and source is not None and os.path.isabs(source):
+        # A relative model folder is relative to where the recipe will stand.
+        folder = os.path.join(directory, os.path.relpath(source, os.getcwd()))
+        model = dataclasses.replace(recipe.model, source=os.path.abspath(folder))
+        recipe = dataclasses.replace(recipe, model=model)
     problem = read_problem(recipe)
     cluster = problem.cluster
     try:
@@ -166,18 +162,6 @@ def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None
             "SW1443", None, f"no layout runs on {there}, so no recipe is written", help
         )
         raise Refusal(*refusal.diagnostics, unplanned) from None
-
-
-def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
-    """Move a relative model folder to where the recipe will stand."""
-    source = recipe.model.source
-    if directory is None or source is None or not os.path.isabs(source):
-        return recipe
-    folder = os.path.relpath(source, os.getcwd())
-    model = dataclasses.replace(
-        recipe.model, source=os.path.abspath(os.path.join(directory, folder))
-    )
-    return dataclasses.replace(recipe, model=model)
 
 
 def _fewest_nodes_that_fit(recipe: Recipe) -> int | None:
@@ -234,7 +218,13 @@ def run_import(args: argparse.Namespace) -> int:
         raise _unwritten(output, "it is there already, and import replaces nothing")
     folder = os.path.abspath(output.parent if output is not None else ".")
     imported = convert_config(args.file, args.launch, args.model, folder)
-    text = draft_yaml(imported.draft, imported.name, _heading(args, imported))
+    of = imported.document.name if imported.document is not None else "a launch command"
+    lines = [f"Made by `shardwright import` of {of}. Behind each value stands where it comes from."]
+    if imported.draft.fill:
+        lines.append(
+            f"FILL_IN: {', '.join(imported.draft.fill)}; `shardwright check` names what is left."
+        )
+    text = draft_yaml(imported.draft, imported.name, lines)
     if output is None:
         sys.stdout.write(text)
     else:
@@ -247,18 +237,10 @@ def run_import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _heading(args: argparse.Namespace, imported: ImportedRecipe) -> list[str]:
-    of = imported.document.name if imported.document is not None else "a launch command"
-    lines = [f"Made by `shardwright import` of {of}. Behind each value stands where it comes from."]
-    if imported.draft.fill:
-        lines.append(
-            f"FILL_IN: {', '.join(imported.draft.fill)}; `shardwright check` names what is left."
-        )
-    return lines
-
-
 def _report(imported: ImportedRecipe, text: str, output: Path | None) -> None:
     """Print what was done to standard error, because the recipe may be on standard output."""
+    from shardwright.recipe.recipe_loader import load_recipe
+
     draft = imported.draft
     name = "the recipe" if output is None else shell_quoted(str(output))
     print(
@@ -269,24 +251,14 @@ def _report(imported: ImportedRecipe, text: str, output: Path | None) -> None:
         print("fill in:", file=sys.stderr)
         for key, what in draft.fill.items():
             print(escape_control_characters(f"  {key}  {what}"), file=sys.stderr)
-    for problem in _other_errors(text, output):
-        print(
-            escape_control_characters(f"{problem.severity}[{problem.code}]: {problem.message}"),
-            file=sys.stderr,
-        )
-    print(f"next: shardwright check {name}", file=sys.stderr)
-
-
-def _other_errors(text: str, output: Path | None) -> tuple[Diagnostic, ...]:
-    """Return what `check` will say beside the values to fill in, such as a batch that does not
-    divide."""
-    from shardwright.recipe.recipe_loader import load_recipe
-
     try:
         load_recipe(Path("-"), (), stdin_text=text)
     except Refusal as refusal:
-        return tuple(d for d in refusal.diagnostics if d.code != "SW1108")
-    return ()
+        for problem in refusal.diagnostics:
+            if problem.code != "SW1108":  # a value to fill in
+                line = f"{problem.severity}[{problem.code}]: {problem.message}"
+                print(escape_control_characters(line), file=sys.stderr)
+    print(f"next: shardwright check {name}", file=sys.stderr)
 
 
 def _unwritten(output: Path, why: str) -> Refusal:
