@@ -7,15 +7,14 @@ mistake gives one message.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.recipe.island_keys import (
-    ISLAND_KEYS,
+    DEFAULT_OUTER_INTERVAL,
     island_count,
-    island_key_errors,
     single_island_document,
 )
 from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
@@ -52,13 +51,29 @@ class DocumentView:
         return [key for key in dotted if self.get(key) is not None]
 
 
+Find = Callable[[DocumentView], Iterable[Diagnostic]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossCheck:
     """Holds a check. all_islands: it reads the recipe of all islands, not that of one."""
 
     keys: tuple[str, ...]
-    find: Callable[[DocumentView], Iterable[Diagnostic]]
+    find: Find
     all_islands: bool = False
+
+
+CHECKS: list[CrossCheck] = []
+
+
+def cross_check(*keys: str, all_islands: bool = False) -> Callable[[Find], Find]:
+    """Register a function that yields the errors of these keys."""
+
+    def register(find: Find) -> Find:
+        CHECKS.append(CrossCheck(keys=keys, find=find, all_islands=all_islands))
+        return find
+
+    return register
 
 
 def cross_key_errors(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnostic, ...]:
@@ -76,96 +91,60 @@ def cross_key_errors(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Di
     return tuple(errors)
 
 
-def _exactly_one(section: str, names: tuple[str, ...], example: str) -> CrossCheck:
+def _check_exclusive_keys(section: str, names: tuple[str, ...], example: str = "") -> None:
+    """Register a check that at most one of the keys is given; with `example` exactly one."""
     keys = tuple(f"{section}.{name}" for name in names)
 
-    def find(view: DocumentView) -> Iterable[Diagnostic]:
+    @cross_check(*keys)
+    def exclusive_keys(view: DocumentView) -> Iterator[Diagnostic]:
         given = view.given(*keys)
-        if not given and view.get(section) is not None:  # `validation` is optional
-            yield found(
-                "SW1201",
-                section,
-                f"`{section}` needs one of {join_with_or(names)}",
-                f"Add `{example}`.",
-            )
+        if example and not given and view.get(section) is not None:  # `validation` is optional
+            message = f"`{section}` needs one of {join_with_or(names)}"
+            yield found("SW1201", section, message, f"Add `{example}`.")
         if len(given) > 1:
             shown = " and ".join(f"`{key.rpartition('.')[2]}`" for key in given)
-            yield found(
-                "SW1202",
-                given[1],
-                f"`{section}` has {shown}; they exclude each other",
-                "Keep one of them.",
-            )
-
-    return CrossCheck(keys=keys, find=find)
+            message = f"`{section}` has {shown}; they exclude each other"
+            yield found("SW1202", given[1], message, "Keep one of them.")
 
 
-def _at_most_one(section: str, first: str, second: str) -> CrossCheck:
-    keys = (f"{section}.{first}", f"{section}.{second}")
-
-    def find(view: DocumentView) -> Iterable[Diagnostic]:
-        if len(view.given(*keys)) == 2:
-            message = f"`{section}` has `{first}` and `{second}`; they exclude each other"
-            yield found("SW1202", keys[1], message, "Keep one of them.")
-
-    return CrossCheck(keys=keys, find=find)
+_check_exclusive_keys("model", ("source", "config"), "source: org/name")
+_check_exclusive_keys("training", ("steps", "tokens", "epochs"), "steps: 1000")
+_check_exclusive_keys("training.scheduler", ("warmup_steps", "warmup_ratio"))
+_check_exclusive_keys("training.scheduler", ("min_lr", "min_lr_ratio"))
+_check_exclusive_keys("validation", ("fraction", "kind"), "fraction: 0.01")
 
 
-def _weights(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("model.weights", "model.config")
+def pretrained_weights(view: DocumentView) -> Iterator[Diagnostic]:
     if view.get("model.weights") == "pretrained" and view.get("model.config") is not None:
         message = "model.weights: pretrained needs model.source; a config has no weights"
-        yield found(
-            "SW1209",
-            "model.weights",
-            message,
-            "Write `weights: random`, or give `source:` instead of `config:`.",
-        )
+        help = "Write `weights: random`, or give `source:` instead of `config:`."
+        yield found("SW1209", "model.weights", message, help)
 
 
-def _check_trust_remote_code(view: DocumentView) -> Iterable[Diagnostic]:
-    trusted, source = view.get("model.trust_remote_code"), view.get("model.source")
+@cross_check("model.trust_remote_code", "model.source")
+def trusted_code(view: DocumentView) -> Iterator[Diagnostic]:
+    key, source = "model.trust_remote_code", view.get("model.source")
+    trusted = view.get(key)
     if trusted is None or trusted == source:
         return
     if source is None:
-        help = "Remove it: model.config is data, there is no code to run."
-        yield found(
-            "SW1212",
-            "model.trust_remote_code",
-            "trust_remote_code without model.source trusts nothing",
-            help,
-        )
+        help = "Remove the key: model.config is data, and runs no code."
+        yield found("SW1212", key, f"{key} is set, but model.source is not", help)
     else:
-        message = f"trust_remote_code names {trusted!r}, and model.source is {source!r}"
         help = (
             "If you have read that code and trust it, write the same text as model.source; else "
             "remove the key."
         )
-        yield found("SW1212", "model.trust_remote_code", message, help, (str(source),))
-
-
-def _data_parallel(view: DocumentView) -> tuple[int | None, str]:
-    """Return the data parallel degree that is pinned or follows from the world size, and the text
-    that shows its origin; (None, "") where neither gives it."""
-    data = view.number("parallelism.data")
-    if data is not None:
-        return data, f"data={data}"
-    degrees = {
-        key: view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:-1])
-    }
-    if None in degrees.values() or not _context_is_off(view):
-        return None, ""
-    nodes, gpus, *others = cast("list[int]", list(degrees.values()))
-    data, rest = divmod(nodes * gpus, math.prod(others))
-    if rest:
-        return None, ""  # the world does not divide: _world's finding
-    shown = " x ".join(f"{key.rpartition('.')[2]}={degrees[key]}" for key in _DEGREES[:-1])
-    return data, f"data={data} (world {nodes * gpus} / ({shown}))"
+        message = f"{key} {trusted!r} is not model.source {source!r}"
+        yield found("SW1212", key, message, help, (str(source),))
 
 
 _DEGREES = tuple(f"parallelism.{name}" for name in FREE_DEGREES)
 """Lists the free degrees; data is the last."""
 _CONTEXT = "parallelism.context"
 """Names the degree that is not free: 1 in most recipes."""
+_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, _CONTEXT)
 
 
 def _context_is_off(view: DocumentView) -> bool:
@@ -176,7 +155,8 @@ def _context_is_off(view: DocumentView) -> bool:
     return degree in (None, 1)
 
 
-def _check_world_size(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check(*_LAYOUT)
+def world_size(view: DocumentView) -> Iterator[Diagnostic]:
     nodes, gpus = view.number("cluster.nodes"), view.number("cluster.gpus_per_node")
     pinned = {
         key.rpartition(".")[2]: degree
@@ -207,7 +187,27 @@ def _check_world_size(view: DocumentView) -> Iterable[Diagnostic]:
     yield found("SW1203", f"parallelism.{culprit}", message, help, near)
 
 
-def _batch(view: DocumentView) -> Iterable[Diagnostic]:
+def _data_parallel(view: DocumentView) -> tuple[int | None, str]:
+    """Return the data parallel degree that is pinned or follows from the world size, and the text
+    that shows its origin; (None, "") where neither gives it."""
+    data = view.number("parallelism.data")
+    if data is not None:
+        return data, f"data={data}"
+    degrees = {
+        key: view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:-1])
+    }
+    if None in degrees.values() or not _context_is_off(view):
+        return None, ""
+    nodes, gpus, *others = cast("list[int]", list(degrees.values()))
+    data, rest = divmod(nodes * gpus, math.prod(others))
+    if rest:
+        return None, ""  # the world does not divide: world_size's finding
+    shown = " x ".join(f"{key.rpartition('.')[2]}={degrees[key]}" for key in _DEGREES[:-1])
+    return data, f"data={data} (world {nodes * gpus} / ({shown}))"
+
+
+@cross_check(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size")
+def global_batch_size(view: DocumentView) -> Iterator[Diagnostic]:
     batch, micro = (
         view.number("training.global_batch_size"),
         view.number("parallelism.micro_batch_size"),
@@ -226,20 +226,26 @@ def _batch(view: DocumentView) -> Iterable[Diagnostic]:
     yield found("SW1204", "training.global_batch_size", message, help, near)
 
 
-def _steps(view: DocumentView) -> int | None:
-    keys = ("steps", "tokens", "global_batch_size", "sequence_length")
-    return optimizer_steps(*(view.number(f"training.{key}") for key in keys))
-
-
-def _schedule(view: DocumentView) -> Iterable[Diagnostic]:
-    scheduler, steps = "training.scheduler", _steps(view)
+@cross_check(
+    "training.scheduler.name",
+    "training.scheduler.warmup_steps",
+    "training.scheduler.decay_steps",
+    "training.steps",
+    "training.tokens",
+    "training.global_batch_size",
+    "training.sequence_length",
+)
+def learning_rate_schedule(view: DocumentView) -> Iterator[Diagnostic]:
+    scheduler = "training.scheduler"
+    length = ("steps", "tokens", "global_batch_size", "sequence_length")
+    steps = optimizer_steps(*(view.number(f"training.{key}") for key in length))
     warmup, decay = (
         view.number(f"{scheduler}.warmup_steps") or 0,
         view.number(f"{scheduler}.decay_steps"),
     )
     curve = view.text(f"{scheduler}.name")
     if warmup and steps is not None and warmup >= steps:
-        message = f"warmup_steps {warmup} leaves nothing of the {steps} steps of the training"
+        message = f"warmup_steps {warmup} is not less than the {steps} training steps"
         yield found(
             "SW1205",
             f"{scheduler}.warmup_steps",
@@ -248,7 +254,8 @@ def _schedule(view: DocumentView) -> Iterable[Diagnostic]:
         )
     if curve == "wsd" and decay is None:
         message = (
-            "the wsd schedule needs decay_steps: over how many of the last steps the rate falls"
+            "the wsd schedule needs decay_steps, the number of last steps over which the learning "
+            "rate falls"
         )
         yield found(
             "SW1205",
@@ -261,36 +268,36 @@ def _schedule(view: DocumentView) -> Iterable[Diagnostic]:
         yield found(
             "SW1205",
             f"{scheduler}.decay_steps",
-            f"decay_steps is for wsd, and the schedule is {curve}",
+            f"decay_steps has no effect with the {curve} schedule",
             help,
         )
     elif decay is not None and steps is not None and warmup < steps < warmup + decay:
-        message = (
-            f"warmup_steps {warmup} and decay_steps {decay} are more than the {steps} steps "
-            "of the training"
-        )
+        message = f"warmup_steps {warmup} and decay_steps {decay} exceed the {steps} training steps"
         yield found(
             "SW1205", f"{scheduler}.decay_steps", message, f"Give at most {steps - warmup}."
         )
 
 
-def _min_lr(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("training.scheduler.min_lr", "training.optimizer.lr")
+def min_lr(view: DocumentView) -> Iterator[Diagnostic]:
     low, high = view.real("training.scheduler.min_lr"), view.real("training.optimizer.lr")
     if low is not None and high is not None and low > high:
         message = f"min_lr {low:g} is above optimizer.lr {high:g}"
         yield found("SW1205", "training.scheduler.min_lr", message, f"Give at most {high:g}.")
 
 
-def _accumulation(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("training.gradient_accumulation_dtype", "training.precision")
+def gradient_accumulation_dtype(view: DocumentView) -> Iterator[Diagnostic]:
     """Check that gradients accumulate in the compute type or in fp32, as DeepSpeed does."""
     key, precision = "training.gradient_accumulation_dtype", view.text("training.precision")
     dtype, valid = view.get(key), tuple(dict.fromkeys(("auto", "fp32", precision)))
     if dtype is not None and dtype not in valid:
-        message = f"gradient_accumulation_dtype {dtype} does not go with precision {precision}"
+        message = f"gradient_accumulation_dtype {dtype} is not supported with precision {precision}"
         yield found("SW1206", key, message, f"Write {join_with_or(valid)}.", valid)
 
 
-def _auto_nodes(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("cluster.nodes", "training.days_at_most")
+def automatic_nodes(view: DocumentView) -> Iterator[Diagnostic]:
     nodes, days = view.number("cluster.nodes"), view.real("training.days_at_most")
     if nodes is None and days is None:
         message = (
@@ -303,22 +310,17 @@ def _auto_nodes(view: DocumentView) -> Iterable[Diagnostic]:
             "Add `days_at_most:` under `training`, or give the number of nodes.",
         )
     if nodes is not None and days is not None:
-        message = (
-            f"training.days_at_most only chooses the number of nodes, and cluster.nodes is {nodes}"
-        )
+        message = f"training.days_at_most has no effect: cluster.nodes is {nodes}"
         yield found(
             "SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`."
         )
 
 
-_SCHEDULERS = ("launch.slurm", "launch.kubernetes")
-
-
-def _schedulers(view: DocumentView) -> Iterable[Diagnostic]:
-    launcher, given = view.get("launch.launcher"), view.given(*_SCHEDULERS)
+@cross_check("launch.launcher", "launch.slurm", "launch.kubernetes")
+def schedulers(view: DocumentView) -> Iterator[Diagnostic]:
+    launcher, given = view.get("launch.launcher"), view.given("launch.slurm", "launch.kubernetes")
     if launcher is None and len(given) > 1:
-        names = " and ".join(f"a {section.rpartition('.')[2]}" for section in given)
-        message = f"launch has {names} section, and launcher: auto"
+        message = "launcher: auto cannot choose between launch.slurm and launch.kubernetes"
         yield found("SW1208", given[1], message, "Keep one of them.")
     for section in given:
         name = section.rpartition(".")[2]
@@ -326,7 +328,7 @@ def _schedulers(view: DocumentView) -> Iterable[Diagnostic]:
             message = f"a {name} section has no effect with launcher: {launcher}"
             yield found("SW1208", section, message, f"Remove it, or write `launcher: {name}`.")
     if launcher == "kubernetes" and view.get("launch.kubernetes") is None:
-        message = "launcher: kubernetes needs the image and the volume that the pods use"
+        message = "launcher: kubernetes needs launch.kubernetes, with the pods' image and volume"
         help = (
             "Add `kubernetes: {image: ..., volume_claim: ..., directory: /shared/...}` under "
             "`launch`."
@@ -334,12 +336,14 @@ def _schedulers(view: DocumentView) -> Iterable[Diagnostic]:
         yield found("SW1201", "launch.launcher", message, help)
 
 
-def _slurm(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("launch.slurm.extra")
+def sbatch_options(view: DocumentView) -> Iterable[Diagnostic]:
     extra = view.get("launch.slurm.extra")
     return () if extra is None else sbatch_option_errors(extra)
 
 
-def _kubernetes(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("launch.kubernetes", "launch.env_from")
+def kubernetes_keys(view: DocumentView) -> Iterator[Diagnostic]:
     if view.get("launch.kubernetes") is None:
         return
     directory, mount = (
@@ -361,7 +365,8 @@ def _kubernetes(view: DocumentView) -> Iterable[Diagnostic]:
         yield found("SW1213", "launch.env_from", message, help)
 
 
-def _pod_patch(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("launch.kubernetes", "launch.env_from")
+def pod_patch(view: DocumentView) -> Iterable[Diagnostic]:
     patch = view.get("launch.kubernetes.pod_patch")
     if not isinstance(patch, dict):
         return ()
@@ -369,7 +374,8 @@ def _pod_patch(view: DocumentView) -> Iterable[Diagnostic]:
     return pod_patch_errors(patch, view.text("launch.kubernetes.gpu_resource"), env_from)
 
 
-def _environment(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("launch.env", "launch.env_from")
+def environment(view: DocumentView) -> Iterator[Diagnostic]:
     env = cast(JsonObject, view.get("launch.env") or {})
     for index, variable in enumerate(cast("list[str]", view.get("launch.env_from") or [])):
         if variable in env:
@@ -381,50 +387,104 @@ def _environment(view: DocumentView) -> Iterable[Diagnostic]:
             )
 
 
-def _epochs(view: DocumentView) -> Iterable[Diagnostic]:
+@cross_check("training.epochs", "data.kind")
+def epochs(view: DocumentView) -> Iterator[Diagnostic]:
     if view.get("training.epochs") is not None and view.get("data.kind") == "synthetic":
-        message = "synthetic data has no end, so there are no epochs of it"
+        message = "training.epochs needs data with an end, and data.kind is synthetic"
         yield found("SW1210", "training.epochs", message, "Give `steps` or `tokens`.")
 
 
-_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, _CONTEXT)
-
-CHECKS: tuple[CrossCheck, ...] = (
-    _exactly_one("model", ("source", "config"), "source: org/name"),
-    _exactly_one("training", ("steps", "tokens", "epochs"), "steps: 1000"),
-    _at_most_one("training.scheduler", "warmup_steps", "warmup_ratio"),
-    _at_most_one("training.scheduler", "min_lr", "min_lr_ratio"),
-    CrossCheck(keys=("model.weights", "model.config"), find=_weights),
-    CrossCheck(keys=("model.trust_remote_code", "model.source"), find=_check_trust_remote_code),
-    CrossCheck(keys=_LAYOUT, find=_check_world_size),
-    CrossCheck(
-        keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch
-    ),
-    CrossCheck(
-        keys=(
-            "training.scheduler.name",
-            "training.scheduler.warmup_steps",
-            "training.scheduler.decay_steps",
-            "training.steps",
-            "training.tokens",
-            "training.global_batch_size",
-            "training.sequence_length",
-        ),
-        find=_schedule,
-    ),
-    CrossCheck(keys=("training.scheduler.min_lr", "training.optimizer.lr"), find=_min_lr),
-    CrossCheck(
-        keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation
-    ),
-    CrossCheck(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
-    CrossCheck(keys=("launch.launcher", *_SCHEDULERS), find=_schedulers),
-    CrossCheck(keys=("launch.slurm.extra",), find=_slurm),
-    CrossCheck(keys=("launch.kubernetes", "launch.env_from"), find=_kubernetes),
-    CrossCheck(keys=("launch.kubernetes", "launch.env_from"), find=_pod_patch),
-    CrossCheck(keys=("launch.env", "launch.env_from"), find=_environment),
-    CrossCheck(keys=("training.epochs", "data.kind"), find=_epochs),
-    _exactly_one("validation", ("fraction", "kind"), "fraction: 0.01"),
-    CrossCheck(
-        keys=ISLAND_KEYS, find=lambda view: island_key_errors(view.document), all_islands=True
-    ),
+ISLAND_KEYS = (
+    "cluster.islands",
+    "cluster.inter_island_gbits_per_second",
+    "cluster.nodes",
+    "training.global_batch_size",
+    "training.outer",
+    "checkpoint.every_steps",
+    "validation.every_steps",
+    "launch.outer_store",
 )
+"""Lists the keys of DiLoCo islands."""
+
+
+@cross_check(*ISLAND_KEYS, all_islands=True)
+def keys_of_one_island(view: DocumentView) -> Iterator[Diagnostic]:
+    if island_count(view.document) > 1:
+        return
+    keys = ("cluster.inter_island_gbits_per_second", "training.outer", "launch.outer_store")
+    for key in view.given(*keys):
+        message = f"{key} has no effect: the recipe has one island"
+        help = "Remove it, or write `cluster.islands:` with more than one."
+        yield found("SW1232", key, message, help)
+
+
+@cross_check(*ISLAND_KEYS, all_islands=True)
+def island_division(view: DocumentView) -> Iterator[Diagnostic]:
+    islands = island_count(view.document)
+    if islands == 1:
+        return
+    if view.get("cluster.nodes") is None:
+        message = "cluster.nodes: auto is not supported with several islands"
+        help = "Give the number of nodes of all islands together."
+        yield found("SW1232", "cluster.nodes", message, help)
+    for key in ("cluster.nodes", "training.global_batch_size"):
+        value = view.get(key)
+        if isinstance(value, int) and value % islands:
+            near = tuple(map(str, nearest_multiples(islands, value)))
+            message = f"{key} {value} is not a multiple of {islands} islands"
+            help = f"Each island has an equal part: {join_with_or(near)}."
+            yield found("SW1231", key, message, help, near)
+
+
+@cross_check(*ISLAND_KEYS, all_islands=True)
+def island_links(view: DocumentView) -> Iterator[Diagnostic]:
+    key = "inter_island_gbits_per_second"
+    if island_count(view.document) > 1 and view.get(f"cluster.{key}") is None:
+        message = f"cluster.islands needs cluster.{key}, the rate of the links between islands"
+        help = f"Add `{key}:` under `cluster`: Gbit/s of each island's link, one direction."
+        yield found("SW1232", "cluster.islands", message, help)
+
+
+@cross_check(*ISLAND_KEYS, all_islands=True)
+def steps_between_outer_steps(view: DocumentView) -> Iterator[Diagnostic]:
+    if island_count(view.document) == 1:
+        return
+    every = view.number("training.outer.every_steps") or DEFAULT_OUTER_INTERVAL
+    for key in ("checkpoint.every_steps", "validation.every_steps"):
+        value = view.get(key)
+        if isinstance(value, int) and value % every:
+            near = tuple(map(str, nearest_multiples(every, value)))
+            message = f"{key} {value} is not a multiple of training.outer.every_steps {every}"
+            help = (
+                "Between outer steps each island has weights of its own. Write "
+                f"{join_with_or(near)}."
+            )
+            yield found("SW1233", key, message, help, near)
+    steps, mixing = view.number("training.outer.overlap_steps") or 0, "training.outer.mixing"
+    if steps >= every:
+        message = f"training.outer.overlap_steps {steps} is not less than every_steps {every}"
+        help = f"An outer step arrives before the next one begins: write at most {every - 1}."
+        yield found("SW1235", "training.outer.overlap_steps", message, help, (every - 1,))
+    elif not steps and view.get(mixing) is not None:
+        message = f"{mixing} has no effect with overlap_steps 0"
+        yield found("SW1235", mixing, message, "Remove it, or write `overlap_steps:` with more.")
+
+
+@cross_check(*ISLAND_KEYS, all_islands=True)
+def outer_optimizer(view: DocumentView) -> Iterator[Diagnostic]:
+    if island_count(view.document) == 1:
+        return
+    optimizer = view.get("training.outer.optimizer") or "average"
+    for key in ("training.outer.lr", "training.outer.momentum"):
+        value = view.get(key)
+        if optimizer == "nesterov" and value is None:
+            message = f"training.outer.optimizer: nesterov needs `{key.rpartition('.')[2]}`"
+            help = (
+                "There is no value that fits all. The papers' best outer rate, at momentum 0.9, "
+                "was about 0.4, 0.6, 0.6 and 0.8 for 1, 2, 4 and 8 islands (arXiv 2503.09799); "
+                "plain averaging needs neither."
+            )
+            yield found("SW1235", "training.outer.optimizer", message, help)
+        elif optimizer == "average" and value is not None:
+            message = f"{key} has no effect with the outer optimizer average"
+            yield found("SW1235", key, message, "Remove it, or write `optimizer: nesterov`.")

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ from shardwright.recipe.recipe_composition import (
     is_folder,
 )
 from shardwright.recipe.recipe_schema import fill_in_defaults, quote_text, recipe_schema
-from shardwright.recipe.recipe_tree import Node, node_value, walk_tree
+from shardwright.recipe.recipe_tree import node_value, walk_tree
 from shardwright.recipe.recipe_types import Recipe, with_resolved_kernels
 from shardwright.recipe.sbatch_options import sbatch_arguments
 from shardwright.recipe.schema_errors import integer_errors, intended_keys, schema_errors
@@ -59,37 +59,25 @@ def read_measured(named: JsonValue, directory: str) -> MeasurementsFile:
         raise _unusable(path, str(error.strerror)) from None
     digest = hashlib.sha256(content).hexdigest()
     if expected_sha256 not in (None, digest):
-        raise refusal(
-            "SW1303",
-            (
-                f"cluster.measured: {quote_text(path, 200)} is not the file that its sha256 "
-                "says: it "
-                f"begins {digest[:12]}"
-            ),
-            "Name the file alone to take it as it is, or put the measured one back.",
-            KEY,
+        message = (
+            f"cluster.measured: {quote_text(path, 200)} has another sha256 than the recipe gives; "
+            f"the file's begins with {digest[:12]}"
         )
-    return MeasurementsFile(path=path, sha256=digest, content=content, found=_parsed(path, content))
+        help = "Name the file without a sha256 to take it as it is, or restore the measured file."
+        raise refusal("SW1303", message, help, KEY)
+    try:
+        measurements = read_record(Measurements, parse_json(content))
+        if wrong := next(_invalid_numbers(measurements, ""), ""):
+            raise ValueError(wrong)
+    except ValueError as error:
+        raise _unusable(path, str(error)) from None
+    return MeasurementsFile(path=path, sha256=digest, content=content, found=measurements)
 
 
 def measurements_entry(measured: MeasurementsFile) -> JsonObject:
     """Return `cluster.measured` for the resolved recipe: by content, not by path, as the recipe's
     hash needs it."""
     return {"file": MEASURED_FILE, "sha256": measured.sha256}
-
-
-def _parsed(path: str, content: bytes) -> Measurements:
-    try:
-        document = parse_json(content)
-    except ValueError as error:
-        raise _unusable(path, f"it is not JSON: {error}") from None
-    try:
-        found = read_record(Measurements, document)
-    except ValueError as error:
-        raise _unusable(path, str(error)) from None
-    if wrong := next(_invalid_numbers(found, ""), ""):
-        raise _unusable(path, wrong)
-    return found
 
 
 def _invalid_numbers(value: Any, place: str) -> Iterator[str]:
@@ -105,7 +93,9 @@ def _invalid_numbers(value: Any, place: str) -> Iterator[str]:
             yield from _invalid_numbers(
                 getattr(value, field.name), f"{place}.{field.name}".lstrip(".")
             )
-            if field.name in _ABOVE_ZERO and not _number(getattr(value, field.name)) > 0:
+            number = getattr(value, field.name)
+            number = number.value if isinstance(number, MeasuredValue) else number
+            if field.name in _ABOVE_ZERO and not number > 0:
                 yield f"{place}.{field.name} is not above 0".lstrip(".")
     elif isinstance(value, tuple):
         for i, item in enumerate(value):
@@ -121,32 +111,13 @@ _ABOVE_ZERO = (
 )
 
 
-def _number(value: Any) -> float:
-    return float(value.value if isinstance(value, MeasuredValue) else value)
-
-
 def _unusable(path: str, why: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            code="SW1302",
-            message=(
-                f"cluster.measured: {quote_text(os.path.normpath(path), 200)} is no file of "
-                "measurements: "
-            )
-            + " ".join(why.split())[:300],
-            help=_MEASURE_HELP,
-            key=KEY,
-        )
-    )
+    shown = quote_text(os.path.normpath(path), 200)
+    message = f"cluster.measured: {shown} is no measurements file: {' '.join(why.split())[:300]}"
+    return refusal("SW1302", message, _MEASURE_HELP, KEY)
 
 
-_KINDS_OF_TOKEN_IDS = ("tokens", "megatron", "synthetic")
 Section = dict[str, JsonValue]
-
-
-def recipe_directory(name: str) -> str:
-    """Return the folder that relative paths start from; the working folder for standard input."""
-    return os.path.dirname(os.path.abspath(name))
 
 
 def resolve_auto(document: JsonObject) -> JsonObject:
@@ -163,10 +134,9 @@ def resolve_auto(document: JsonObject) -> JsonObject:
     resolved_document["model"] = model
     for section in ("data", "validation"):
         if resolved_document.get(section) is not None:
-            data = _with_tokenizer(
+            resolved_document[section] = _resolved_data(
                 cast(JsonObject, resolved_document[section]), cast("str | None", model["source"])
             )
-            resolved_document[section] = _without_auto_bos(data)
     cluster = cast(JsonObject, document["cluster"])
     if cluster.get("measured", "") is None:  # said or left out, it is the same recipe
         resolved_document["cluster"] = {
@@ -191,82 +161,93 @@ def with_measured_checkpoint_rate(recipe: Recipe, gbytes_per_second: float) -> R
     )
 
 
-def _without_auto_bos(data: JsonObject) -> JsonObject:
-    """Drop `add_bos_token: auto`, so that a recipe with it and one without are equal."""
+def _resolved_data(data: JsonObject, source: str | None) -> JsonObject:
+    """Resolve `tokenizer: auto`, and drop `add_bos_token: auto`, so that a recipe with it and one
+    without are equal."""
     if "mixture" in data:
         parts = cast("list[JsonObject]", data["mixture"])
-        return {**data, "mixture": [_without_auto_bos(part) for part in parts]}
-    return {key: value for key, value in data.items() if (key, value) != ("add_bos_token", "auto")}
-
-
-def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
-    if "mixture" in data:
-        parts = cast("list[JsonObject]", data["mixture"])
-        return {**data, "mixture": [_with_tokenizer(part, source) for part in parts]}
-    if data.get("tokenizer") != "auto":
-        return data
-    return {
-        **data,
-        "tokenizer": None if data.get("kind") in _KINDS_OF_TOKEN_IDS else source or "byte",
-    }
+        return {**data, "mixture": [_resolved_data(part, source) for part in parts]}
+    found = {k: value for k, value in data.items() if (k, value) != ("add_bos_token", "auto")}
+    if found.get("tokenizer") == "auto":
+        has_ids = found.get("kind") in ("tokens", "megatron", "synthetic")
+        found["tokenizer"] = None if has_ids else source or "byte"
+    return found
 
 
 def build_recipe(document: JsonObject, directory: str, source: Source) -> Recipe:
     """Build the Recipe of one island from a valid, completed document. directory: absolute folder
     of the recipe file. Raises Refusal for `cluster.measured`, whose figures are part of the
     recipe."""
-    document, measured = _with_measured(document, directory, source)
-    resolved = dict(single_island_document(document))
-    for key, resolve in _SECTIONS.items():
-        if resolved[key] is not None:
-            resolved[key] = resolve(dict(cast(JsonObject, resolved[key])), directory)
-    resolved["cluster"] = {
-        k: v for k, v in cast(JsonObject, resolved["cluster"]).items() if k != "measured"
-    }
+    measured = None
+    cluster = cast(JsonObject, document["cluster"])
+    if "measured" in cluster:
+        try:
+            measured = read_measured(cluster["measured"], directory)
+        except Refusal as refusal:
+            raise Refusal(*refusal.diagnostics, source=source) from None
+        cluster = {**cluster, "measured": measurements_entry(measured)}
+        document = {**document, "cluster": cluster}
+    fields = _record_fields(single_island_document(document), directory)
     recipe = read_record(
-        Recipe, {**resolved, "directory": directory, "document": document, "source": source}
+        Recipe, {**fields, "directory": directory, "document": document, "source": source}
     )
-    recipe = dataclasses.replace(
-        recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured)
-    )
+    recipe = replace(recipe, cluster=replace(recipe.cluster, measured=measured))
     return with_resolved_kernels(recipe, "compile") if recipe.model.kernels == "compile" else recipe
 
 
-def _with_measured(
-    document: JsonObject, directory: str, source: Source
-) -> tuple[JsonObject, MeasurementsFile | None]:
-    """Return the document with the measurements' digest in it, and the measurements."""
-    cluster = cast(JsonObject, document["cluster"])
-    if "measured" not in cluster:
-        return document, None
-    try:
-        measured = read_measured(cluster["measured"], directory)
-    except Refusal as refusal:
-        raise Refusal(*refusal.diagnostics, source=source) from None
-    return {**document, "cluster": {**cluster, "measured": measurements_entry(measured)}}, measured
+def _record_fields(document: JsonObject, directory: str) -> Section:
+    """Convert a document to the fields of Recipe: paths become absolute, and `auto` None."""
 
+    def section(key: str) -> Section | None:
+        return None if document[key] is None else dict(cast(JsonObject, document[key]))
 
-def _model(model: Section, directory: str) -> Section:
-    names = {key: _folder_or_name(model[key], directory) for key in ("source", "trust_remote_code")}
-    balance = model.get("router_aux_loss", "off")
-    return {**model, **names, "router_aux_loss": None if balance == "off" else balance}
-
-
-def _without_auto(section: Section, _: str = "") -> Section:
-    return {key: None if value == "auto" else value for key, value in section.items()}
-
-
-def _cluster(cluster: Section, _: str) -> Section:
-    return {**_without_auto(cluster), "gpu": cluster["gpu"]}  # a name
-
-
-def _training(training: Section, _: str) -> Section:
+    model, cluster, training, parallelism, launch = (
+        cast(Section, section(key))
+        for key in ("model", "cluster", "training", "parallelism", "launch")
+    )
+    for key in ("source", "trust_remote_code"):
+        model[key] = _folder_or_name(model[key], directory)
+    if model.get("router_aux_loss", "off") == "off":
+        model["router_aux_loss"] = None
+    cluster.pop("measured", None)
     scheduler = dict(cast(JsonObject, training["scheduler"]))
     # Neither of a pair: no warm-up, and down to zero.
     for key, ratio in (("warmup_steps", "warmup_ratio"), ("min_lr", "min_lr_ratio")):
         if scheduler[key] is None and scheduler[ratio] is None:
             scheduler[key] = 0
-    return {**_without_auto(training), "scheduler": scheduler}
+    data, validation, lora = section("data"), section("validation"), section("lora")
+    if validation is not None:
+        own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
+        validation = {**own, "data": _data(validation, directory) if "kind" in validation else None}
+    for key in ("hostfile", "setup_script"):
+        if launch[key] is not None:
+            launch[key] = absolute_path(str(launch[key]), directory)
+    if launch["slurm"] is not None:
+        slurm = dict(cast(JsonObject, launch["slurm"]))
+        whole_node = "0" if slurm["exclusive"] else None
+        slurm["mem"] = whole_node if slurm["mem"] == "auto" else str(slurm["mem"])
+        slurm["extra"] = list(sbatch_arguments(slurm["extra"]))
+        if (container := cast("JsonObject | None", slurm["container"])) is not None:
+            mounts = cast("list[str]", container["mounts"])
+            full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
+            slurm["container"] = {**container, "mounts": full}
+        launch["slurm"] = slurm
+    env: JsonValue = [list(pair) for pair in cast(JsonObject, launch["env"]).items()]
+    return {
+        **document,
+        "model": model,
+        "cluster": {**_without_auto(cluster), "gpu": cluster["gpu"]},  # a name
+        "training": {**_without_auto(training), "scheduler": scheduler},
+        "data": None if data is None else _data(data, directory),
+        "validation": validation,
+        "parallelism": _without_auto(parallelism),
+        "launch": {**_without_auto(launch), "launcher": launch["launcher"], "env": env},
+        "lora": None if lora is None else _without_auto(lora),
+    }
+
+
+def _without_auto(section: Section) -> Section:
+    return {key: None if value == "auto" else value for key, value in section.items()}
 
 
 def _data(data: Section, directory: str) -> Section:
@@ -294,73 +275,11 @@ def _data(data: Section, directory: str) -> Section:
     return resolved
 
 
-def _validation(validation: Section, directory: str) -> Section:
-    own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
-    return {**own, "data": _data(validation, directory) if "kind" in validation else None}
-
-
-def _parallelism(parallelism: Section, _: str) -> Section:
-    return _without_auto(parallelism)
-
-
-def _launch(launch: Section, directory: str) -> Section:
-    paths = {
-        k: None if launch[k] is None else absolute_path(str(launch[k]), directory)
-        for k in ("hostfile", "setup_script")
-    }
-    slurm = (
-        launch["slurm"]
-        if launch["slurm"] is None
-        else _slurm(dict(cast(JsonObject, launch["slurm"])))
-    )
-    env: JsonValue = [list(pair) for pair in cast(JsonObject, launch["env"]).items()]
-    return {
-        **_without_auto(launch),
-        "launcher": launch["launcher"],
-        "env": env,
-        **paths,
-        "slurm": slurm,
-    }
-
-
-def _slurm(slurm: Section) -> Section:
-    whole = "0" if slurm["exclusive"] else None
-    mem = whole if slurm["mem"] == "auto" else str(slurm["mem"])
-    return {
-        **slurm,
-        "mem": mem,
-        "extra": list(sbatch_arguments(slurm["extra"])),
-        "container": _container(slurm["container"]),
-    }
-
-
-def _container(container: JsonValue) -> JsonValue:
-    if container is None:
-        return None
-    mounts = cast("list[str]", cast(JsonObject, container)["mounts"])
-    return {
-        **cast(JsonObject, container),
-        "mounts": [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts],
-    }
-
-
 def _folder_or_name(value: JsonValue, directory: str) -> str | None:
     if value is None:
         return None
     text = cast(str, value)
     return absolute_path(text, directory) if is_folder(text, directory) else text
-
-
-_SECTIONS: dict[str, Callable[[Section, str], Section]] = {
-    "model": _model,
-    "cluster": _cluster,
-    "training": _training,
-    "data": _data,
-    "validation": _validation,
-    "parallelism": _parallelism,
-    "launch": _launch,
-    "lora": _without_auto,
-}
 
 
 def load_recipe(
@@ -372,17 +291,22 @@ def load_recipe(
     tokenizer is a folder. check_files looks for the other files: an estimate needs none of them.
     """
     name = STDIN if str(path) == "-" else str(path)
-    directory = os.getcwd() if name == STDIN else recipe_directory(name)
+    directory = os.getcwd() if name == STDIN else os.path.dirname(os.path.abspath(name))
     layers = RecipeComposer(stdin_text)
     root = layers.read_file(name, directory)
     if root is not None:
         root = layers.override(root, overrides)
     if root is None:
         raise Refusal(*layers.errors, source=Source(file=name, texts=layers.texts))
-    source = _source(name, root, layers.texts)
-    return recipe_from_document(
-        cast(JsonObject, node_value(root)), directory, source, layers.errors
+    tree = list(walk_tree(root))
+    source = Source(
+        file=name,
+        locations={path: node.location for path, _, node in tree},
+        key_locations={path: key.location for path, key, _ in tree if key is not None},
+        texts=layers.texts,
     )
+    document = cast(JsonObject, node_value(root))
+    return recipe_from_document(document, directory, source, layers.errors)
 
 
 MISSING_BASE_CODES = ("SW1021", "SW1022")
@@ -393,8 +317,26 @@ def recipe_from_document(
     given: JsonObject, directory: str, source: Source, errors: Sequence[Diagnostic] = ()
 ) -> Recipe:
     """Check a document as written, and build its Recipe. errors: found while reading it."""
+
+    def place_order(error: Diagnostic) -> tuple[int, str, int, int]:
+        """Order by place: the recipe first, then its bases, then the command line."""
+        place, key = error.location, error.key
+        while place is None and key is not None:
+            place = source.key_locations.get(key) or source.locations.get(key)
+            key = key[:-1] if key else None
+        place = place or Location(file=source.file, line=0, column=0)
+        layer = (place.file != source.file) + place.file.startswith("--")
+        return layer, place.file, place.line, place.column
+
     found = list(errors)
-    reported_keys = _keys_at(source, [error.location for error in errors])
+    # Keys whose value or name already has an error.
+    spots = {(p.file, p.line, p.column) for error in errors if (p := error.location) is not None}
+    reported_keys = {
+        path
+        for table in (source.locations, source.key_locations)
+        for path, p in table.items()
+        if path and (p.file, p.line, p.column) in spots
+    }
     misfits = schema_errors(given)
     found += [error for error in misfits if error.key not in reported_keys]
     completed = cast(JsonObject, fill_in_defaults(recipe_schema(), given))
@@ -407,36 +349,5 @@ def recipe_from_document(
     if any(error.code in MISSING_BASE_CODES for error in errors):  # what is missing may stand there
         found = [error for error in found if error.code != "SW1105"]
     if found:
-        raise Refusal(*sorted(found, key=lambda e: _order(e, source)), source=source)
+        raise Refusal(*sorted(found, key=place_order), source=source)
     return build_recipe(resolve_auto(completed), directory, source)
-
-
-def _source(name: str, root: Node, texts: dict[str, str]) -> Source:
-    tree = list(walk_tree(root))
-    values = {path: node.location for path, _, node in tree}
-    keys = {path: key.location for path, key, _ in tree if key is not None}
-    return Source(file=name, locations=values, key_locations=keys, texts=texts)
-
-
-def _keys_at(source: Source, faulty_keys: list[Location | None]) -> set[KeyPath]:
-    """Return the keys whose value or name already has an error."""
-    spots = {(place.file, place.line, place.column) for place in faulty_keys if place is not None}
-    both = (*source.locations.items(), *source.key_locations.items())
-    return {
-        path for path, place in both if path and (place.file, place.line, place.column) in spots
-    }
-
-
-def _order(error: Diagnostic, source: Source) -> tuple[int, str, int, int]:
-    """Return a sort key by place: the recipe first, then its bases, then the command line."""
-    place, key = error.location, error.key
-    while place is None and key is not None:
-        place = source.key_locations.get(key) or source.locations.get(key)
-        key = key[:-1] if key else None
-    place = place or Location(file=source.file, line=0, column=0)
-    return (
-        (place.file != source.file) + place.file.startswith("--"),
-        place.file,
-        place.line,
-        place.column,
-    )
