@@ -127,7 +127,10 @@ def misplaced_key(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         if home is not None and not misfit.checked and not meant:
             taken = ds_config.has(*map(str, home))
             there = isinstance(ds_config.get(*map(str, home[:-1])), Mapping)
-            move = _move(misfit, home) if there and not taken else ()
+            move: tuple[Edit, ...] = ()
+            if there and not taken:
+                remove = Edit(kind="remove", path=misfit.path)
+                move = (remove, Edit(kind="add", path=home, value=misfit.value))
             yield RuleViolation(
                 misfit.path,
                 f"`{dotted(misfit.path)}` is ignored: the key belongs "
@@ -347,10 +350,6 @@ def _paths(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...
 
 def _rename(path: KeyPath, name: str) -> tuple[Edit, ...]:
     return (Edit(kind="rename", path=path, name=name),)
-
-
-def _move(misfit: SchemaMismatch, home: KeyPath) -> tuple[Edit, ...]:
-    return (Edit(kind="remove", path=misfit.path), Edit(kind="add", path=home, value=misfit.value))
 
 
 def _deprecated(ds_config: LintedDsConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -217,7 +217,27 @@ def memory(
     strategy = _strategy(ds_config)
     length = sequence_length or ASSUMED_SEQUENCE
     first = gpu or next(iter(catalogue()["gpus"]))
-    recipe = _recipe(ds_config, strategy, model, first, length)
+    world = strategy.world_size
+    per_node = 8 if world % 8 == 0 else world if world <= 1024 else 1
+    source = os.path.abspath(model) if os.path.isdir(model) else match_catalog_id(model) or model
+    kind = precision(ds_config) or "bf16"
+    document = {
+        "version": 1,
+        "name": "lint",
+        "model": {"source": source, "weights": "random"},
+        "cluster": {"nodes": world // per_node, "gpus_per_node": per_node, "gpu": first},
+        "training": {
+            "sequence_length": length,
+            "global_batch_size": strategy.micro_batch_size
+            * strategy.gradient_accumulation_steps
+            * strategy.data,
+            "steps": 1,
+            "precision": kind,
+            # Without the key gradients have the parameters' precision (engine.py, get_data_types).
+            "gradient_accumulation_dtype": dtype(ds_config, "grad_accum_dtype") or kind,
+        },
+    }
+    recipe = load_recipe(Path("-"), (), stdin_text=json.dumps(document))
     graph = build_model_graph(recipe.model)
     names = [gpu] if gpu else [name for name in catalogue()["gpus"] if name != "cpu"]
     predicted = {
@@ -323,33 +343,6 @@ def _strategy(ds_config: LintedDsConfig) -> Layout:
         offload=offload,
         hpz_partition_size=hpz_partition_size,
     )
-
-
-def _recipe(
-    ds_config: LintedDsConfig, strategy: Layout, model: str, gpu: str, length: int
-) -> Recipe:
-    """Return a recipe equal to the file, for the cost model."""
-    world = strategy.world_size
-    per_node = 8 if world % 8 == 0 else world if world <= 1024 else 1
-    source = os.path.abspath(model) if os.path.isdir(model) else match_catalog_id(model) or model
-    kind = precision(ds_config) or "bf16"
-    document = {
-        "version": 1,
-        "name": "lint",
-        "model": {"source": source, "weights": "random"},
-        "cluster": {"nodes": world // per_node, "gpus_per_node": per_node, "gpu": gpu},
-        "training": {
-            "sequence_length": length,
-            "global_batch_size": strategy.micro_batch_size
-            * strategy.gradient_accumulation_steps
-            * strategy.data,
-            "steps": 1,
-            "precision": kind,
-            # Without the key gradients have the parameters' precision (engine.py, get_data_types).
-            "gradient_accumulation_dtype": dtype(ds_config, "grad_accum_dtype") or kind,
-        },
-    }
-    return load_recipe(Path("-"), (), stdin_text=json.dumps(document))
 
 
 def _memory(

@@ -9,7 +9,6 @@ from shardwright.engines.deepspeed.ds_config_schema import properties
 from shardwright.layout.zero_settings import HPZ
 from shardwright.lint.ds_config_training_rules import dtype, precision
 from shardwright.lint.lint_rule import Edit, LintedDsConfig, RuleViolation, rule
-from shardwright.utils.json_values import JsonObject
 
 # zero_optimization: what a stage takes, and what it leaves without effect.
 
@@ -33,7 +32,7 @@ _BELOW_3 = ("round_robin_gradients", "parameter_alignment")
 @rule("SW4401", "warning", at="key", help="Remove what is for stage 3 only, or take stage 3.")
 def stage_3_keys(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     zero = ds_config.section(ZERO)
-    known = properties(_zero_schema(ds_config))
+    known = properties(properties(ds_config.ds_config_schema.schema)[ZERO])
     # Accelerate gathers tensor ranks' shards by a key with the name of stage 3 (accelerator.py,
     # get_state_dict).
     gathered = _GATHER_ON_SAVE_KEYS if _tensor_ranks(ds_config) > 1 else ()
@@ -339,10 +338,6 @@ def hpz_with_tensor_parallel(ds_config: LintedDsConfig) -> Iterator[RuleViolatio
 
 def _tensor_ranks(ds_config: LintedDsConfig) -> int:
     return ds_config.integer("tensor_parallel", "autotp_size") or 1
-
-
-def _zero_schema(ds_config: LintedDsConfig) -> JsonObject:
-    return properties(ds_config.ds_config_schema.schema)[ZERO]
 
 
 @rule(

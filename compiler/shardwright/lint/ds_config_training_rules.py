@@ -347,7 +347,7 @@ def unknown_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
             "Lion",
             "Muon",
             "Adagrad",
-            *_capital(ds_config.ds_config_schema.optimizers),
+            *(known for known in ds_config.ds_config_schema.optimizers if known[0].isupper()),
         ]
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         short = name.removeprefix("DeepSpeed").removeprefix("Fused").removeprefix("CPU")
@@ -643,7 +643,3 @@ def _unknown(ds_config: LintedDsConfig, section: str, names: list[str]) -> Itera
                 f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}.",
                 fix=(Edit(kind="rename", path=path, name=close[0]),) if close else (),
             )
-
-
-def _capital(names: object) -> list[str]:
-    return [name for name in cast("dict[str, object]", names) if name[0].isupper()]

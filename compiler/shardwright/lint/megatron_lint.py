@@ -8,6 +8,7 @@ import difflib
 import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -225,13 +226,13 @@ def wrong_values(a: Arguments) -> Iterator[Diagnostic]:
             if known.choices and value not in known.choices:
                 message = f"{given.name} {value}: the parser takes one of its own words alone"
                 yield found("SW4902", given.place, message, "Write one of them.", known.choices)
-            elif not _is(known.kind, value):
+            elif not _has_type(known.kind, value):
                 noun = {"int": "a whole number", "float": "a number"}[known.kind]
                 message = f"{given.name} {value}: the parser takes {noun}"
                 yield found("SW4902", given.place, message, f"Write {noun}.")
 
 
-def _is(kind: str, value: str) -> bool:
+def _has_type(kind: str, value: str) -> bool:
     if kind == "int":
         return re.fullmatch(r"[+-]?\d+", value) is not None
     if kind == "float":
@@ -375,12 +376,7 @@ def lint_arguments(a: Arguments) -> tuple[Diagnostic, ...]:
         help = "Options stand as `--name value`; those before a .py file are the launcher's."
         return (found("SW4900", first, f"{a.source.file} holds no option of Megatron-LM", help),)
     told = [diagnostic for check in RULES.values() for diagnostic in check(a)]
-    return tuple(sorted(told, key=_order))
-
-
-def _order(told: Diagnostic) -> tuple[int, int, str]:
-    place = told.location
-    return (place.line, place.column, told.code) if place else (0, 0, told.code)
+    return tuple(sorted(told, key=operator.attrgetter("location.line", "location.column", "code")))
 
 
 def _product(numbers: Iterator[int | None] | tuple[int | None, ...]) -> int | None:
@@ -402,18 +398,12 @@ def _virtual(a: Arguments) -> int | None:
         return a.integer(VIRTUAL)
     if layout is not None and pipeline:
         text = layout.values[0] if layout.values else None
-        return (
-            None
-            if text is None or "(" in text or "*" in re.sub(r"[Etm]\*", "", text)
-            else _stages(text, pipeline)
-        )
+        if text is None or "(" in text or "*" in re.sub(r"[Etm]\*", "", text):
+            return None
+        return (text.count("|") + 1) // pipeline
     if a.has(PER_VIRTUAL):
         return layers // pipeline // each if layers and pipeline and each else None
     return 1
-
-
-def _stages(text: str, pipeline: int) -> int:
-    return (text.count("|") + 1) // pipeline
 
 
 def _place(a: Arguments, *names: str) -> Location:

@@ -90,7 +90,21 @@ def convert_config(
         is_trainer=is_trainer,
         has_command=launch is not None,
     )
-    _fill_draft(sources, model, folder)
+    trainer_arguments.model(sources, model)
+    launcher_keys.cluster(sources, folder)
+    training_keys.parallel(sources)
+    training_keys.length(sources)
+    training_keys.batch(sources)
+    training_keys.duration(sources)
+    deepspeed_engine_keys.precision(sources)
+    training_keys.optimizer(sources)
+    trainer_arguments.kwargs(sources)
+    training_keys.scheduler(sources)
+    training_keys.clipping(sources)
+    trainer_arguments.data(sources)
+    deepspeed_engine_keys.zero(sources)
+    deepspeed_engine_keys.recomputation(sources)
+    deepspeed_engine_keys.monitors(sources)
     if document is not None:
         deepspeed_engine_keys.convert_extra_keys(
             replace(sources, config=document.config), lint_messages
@@ -100,24 +114,6 @@ def convert_config(
     return ImportedRecipe(
         draft=draft, name=trainer_arguments.name_of(sources, stem), document=document
     )
-
-
-def _fill_draft(s: ImportSources, model: str | None, folder: str) -> None:
-    trainer_arguments.model(s, model)
-    launcher_keys.cluster(s, folder)
-    training_keys.parallel(s)
-    training_keys.length(s)
-    training_keys.batch(s)
-    training_keys.duration(s)
-    deepspeed_engine_keys.precision(s)
-    training_keys.optimizer(s)
-    trainer_arguments.kwargs(s)
-    training_keys.scheduler(s)
-    training_keys.clipping(s)
-    trainer_arguments.data(s)
-    deepspeed_engine_keys.zero(s)
-    deepspeed_engine_keys.recomputation(s)
-    deepspeed_engine_keys.monitors(s)
 
 
 def without_faulty_keys(

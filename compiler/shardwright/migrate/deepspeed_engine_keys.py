@@ -111,22 +111,18 @@ def zero(s: ImportSources) -> None:
     if stage == 0 and (
         s.draft.values.get(PRECISION) != "fp32" or s.draft.values.get("parallelism.pipeline") != 1
     ):
-        _stage_1(s)
+        why = (
+            "stage 0 sums in half precision and clips a pipeline by part of its norm; stage 1 is "
+            "the same, without that"
+        )
+        source = s.draft.origins.pop(ZERO_STAGE, "")
+        s.draft.put(ZERO_STAGE, 1, "DeepSpeed's stage 0, without its drift")
+        if s.draft.carried.pop(source, None) is not None and s.has(source):
+            s.draft.leave("parallelism", source, s.get(source), why)
+        else:
+            s.draft.note("parallelism", f"zero_stage: {why}")
         stage = 1
     _offload(s, stage)
-
-
-def _stage_1(s: ImportSources) -> None:
-    why = (
-        "stage 0 sums in half precision and clips a pipeline by part of its norm; stage 1 is the "
-        "same, without that"
-    )
-    source = s.draft.origins.pop(ZERO_STAGE, "")
-    s.draft.put(ZERO_STAGE, 1, "DeepSpeed's stage 0, without its drift")
-    if s.draft.carried.pop(source, None) is not None and s.has(source):
-        s.draft.leave("parallelism", source, s.get(source), why)
-    else:
-        s.draft.note("parallelism", f"zero_stage: {why}")
 
 
 def _offload(s: ImportSources, stage: int | None) -> None:
@@ -290,7 +286,7 @@ def convert_extra_keys(s: ImportSources, refused: Mapping[str, str]) -> None:
         elif path[0] == ZERO and allowed[-1].startswith("stage3_") and zero_stage != 3:
             why = f"it has no effect at ZeRO stage {zero_stage}"
         if why or dotted in refused:
-            s.draft.leave(_section_of(path[0]), dotted, value, refused.get(dotted, why))
+            s.draft.leave(_SECTIONS.get(path[0], "extra"), dotted, value, refused.get(dotted, why))
             continue
         place = extra
         for part in allowed[:-1]:
@@ -365,7 +361,3 @@ _SECTIONS: dict[str, str] = {
     "checkpoint": "checkpoint",
     **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "tracking"),
 }
-
-
-def _section_of(top: str) -> str:
-    return _SECTIONS.get(top, "extra")

@@ -103,14 +103,24 @@ def read_command(text: str) -> LaunchCommand:
     while words and (variable := _VARIABLE.fullmatch(words[0])):
         environment[variable[1]] = variable[2]
         words = words[1:]
-    launcher, after_launcher = _launcher(words)
+    launcher, rest = _launcher(words)
     if not launcher:
         prefix = " ".join(words[:2]) or text.strip()
         raise _refused(
             f"--launch begins with {prefix!r}, which is none of deepspeed, accelerate launch, "
             "torchrun, python"
         )
-    options, rest = _options(after_launcher, launcher)
+    options: dict[str, str] = {}
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        name, equals, value = rest[0].lstrip("-").partition("=")
+        rest = rest[1:]
+        name = _SHORT_OPTIONS.get(name, name).replace("-", "_")
+        if name == "":  # `--`: the script follows
+            break
+        switch = name in _VALUELESS_OPTIONS or (launcher == "python" and name in _PYTHON_SWITCHES)
+        if not equals and not switch and rest:
+            value, *rest = rest
+        options[name] = value
     named, unnamed = _script_words(rest[1:])
     return LaunchCommand(
         launcher=launcher,
@@ -130,23 +140,6 @@ def _launcher(words: list[str]) -> tuple[str, list[str]]:
         if tuple(plain[: len(prefix)]) == prefix:
             return _LAUNCHERS[prefix], words[len(prefix) :]
     return "", []
-
-
-def _options(words: list[str], launcher: str) -> tuple[dict[str, str], list[str]]:
-    """Split the options before the script from the words that start with it."""
-    found: dict[str, str] = {}
-    at = 0
-    while at < len(words) and words[at].startswith("-") and words[at] != "-":
-        name, equals, value = words[at].lstrip("-").partition("=")
-        at += 1
-        name = _SHORT_OPTIONS.get(name, name).replace("-", "_")
-        if name == "":  # `--`: the script follows
-            break
-        switch = name in _VALUELESS_OPTIONS or (launcher == "python" and name in _PYTHON_SWITCHES)
-        if not equals and not switch and at < len(words):
-            value, at = words[at], at + 1
-        found[name] = value
-    return found, words[at:]
 
 
 def _script_words(words: list[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:

@@ -39,7 +39,36 @@ def cluster(s: ImportSources, folder: str) -> None:
 
     folder: absolute, of the recipe; relative paths start there
     """
-    _size(s)
+    hosts = _hosts(s)
+    filtered = s.command.option("include")
+    if filtered is not None:
+        chosen = parse_include_filter(filtered[1])
+        counts = {
+            len(numbers) if numbers is not None else hosts.get(host)
+            for host, numbers in chosen.items()
+        }
+        s.nodes = len(chosen) or None
+        s.gpus_per_node = counts.pop() if len(counts) == 1 else None
+        s.draft.take("--include", "cluster")
+    elif hosts:
+        excluded = parse_include_filter(s.command.options.get("exclude", ""))
+        kept = {
+            h: n - len(excluded.get(h) or ())
+            for h, n in hosts.items()
+            if excluded.get(h, ()) is not None
+        }
+        sizes = set(kept.values())
+        s.nodes, s.gpus_per_node = len(kept), sizes.pop() if len(sizes) == 1 else None
+        s.draft.take("--exclude", "cluster")
+    _size_of_counts(s)
+    visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")
+    if s.gpus_per_node is None and visible and s.command.launcher in ("deepspeed", "python"):
+        s.gpus_per_node, s.nodes = len(visible.split(",")), s.nodes or 1
+        s.draft.take("CUDA_VISIBLE_DEVICES", "cluster")
+    if s.command.launcher == "python" and s.gpus_per_node is None:
+        s.gpus_per_node = 1
+    if s.nodes and s.gpus_per_node:
+        s.world_size = s.nodes * s.gpus_per_node
     for key, count, what in (
         ("nodes", s.nodes, "the number of machines"),
         ("gpus_per_node", s.gpus_per_node, "GPUs of each machine"),
@@ -69,45 +98,6 @@ def cluster(s: ImportSources, folder: str) -> None:
                 value,
                 "an option of the launcher that a recipe does not have",
             )
-
-
-def _size(s: ImportSources) -> None:
-    """Find the nodes and GPUs a node, from include, then the hostfile, then the launcher's
-    counts."""
-    _size_of_hosts(s)
-    _size_of_counts(s)
-    visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")
-    if s.gpus_per_node is None and visible and s.command.launcher in ("deepspeed", "python"):
-        s.gpus_per_node, s.nodes = len(visible.split(",")), s.nodes or 1
-        s.draft.take("CUDA_VISIBLE_DEVICES", "cluster")
-    if s.command.launcher == "python" and s.gpus_per_node is None:
-        s.gpus_per_node = 1
-    if s.nodes and s.gpus_per_node:
-        s.world_size = s.nodes * s.gpus_per_node
-
-
-def _size_of_hosts(s: ImportSources) -> None:
-    hosts = _hosts(s)
-    filtered = s.command.option("include")
-    if filtered is not None:
-        chosen = parse_include_filter(filtered[1])
-        counts = {
-            len(numbers) if numbers is not None else hosts.get(host)
-            for host, numbers in chosen.items()
-        }
-        s.nodes = len(chosen) or None
-        s.gpus_per_node = counts.pop() if len(counts) == 1 else None
-        s.draft.take("--include", "cluster")
-    elif hosts:
-        excluded = parse_include_filter(s.command.options.get("exclude", ""))
-        kept = {
-            h: n - len(excluded.get(h) or ())
-            for h, n in hosts.items()
-            if excluded.get(h, ()) is not None
-        }
-        sizes = set(kept.values())
-        s.nodes, s.gpus_per_node = len(kept), sizes.pop() if len(sizes) == 1 else None
-        s.draft.take("--exclude", "cluster")
 
 
 def _size_of_counts(s: ImportSources) -> None:

@@ -298,7 +298,15 @@ def _section(draft: RecipeDraft, path: str, values: JsonObject, depth: int) -> I
             else:
                 yield f"{inside}{scalar(key)}: {flow(value)}{_origin_comment(draft, below)}"
     for note in draft.comments(path):
-        yield from _comment(note if values else f"{path}: {note}", inside)
+        text = note if values else f"{path}: {note}"
+        line = ""
+        for word in escape_control_characters(text).split(" "):
+            if line and len(inside) + 2 + len(line) + 1 + len(word) > _WIDTH:
+                yield f"{inside}# {line}"
+                line = f"  {word}"
+            else:
+                line = f"{line} {word}" if line else word
+        yield f"{inside}# {line}"
     for below in [
         p
         for p in draft.sections()
@@ -310,17 +318,6 @@ def _section(draft: RecipeDraft, path: str, values: JsonObject, depth: int) -> I
 def _origin_comment(draft: RecipeDraft, key: str) -> str:
     text = draft.fill.get(key) or draft.origins.get(key)
     return f" # {escape_control_characters(text)}" if text else ""
-
-
-def _comment(text: str, indent: str) -> Iterator[str]:
-    line = ""
-    for word in escape_control_characters(text).split(" "):
-        if line and len(indent) + 2 + len(line) + 1 + len(word) > _WIDTH:
-            yield f"{indent}# {line}"
-            line = f"  {word}"
-        else:
-            line = f"{line} {word}" if line else word
-    yield f"{indent}# {line}"
 
 
 def flow(value: JsonValue) -> str:

@@ -70,7 +70,14 @@ def batch(s: ImportSources) -> None:
         steps or (typed[1] if typed else None) or (1 if s.is_trainer and s.has_command else None)
     )
     micro = _micro_batch_size(s, train, steps, data)
-    _global_batch_size(s, train, micro, steps, data)
+    if train:
+        s.draft.put(BATCH, train, TRAIN_BATCH_SIZE_KEY)
+    elif micro and data:
+        origin = f"{micro} sequences x {steps or 1} steps of accumulation x {data} data ranks"
+        s.draft.put(BATCH, micro * (steps or 1) * data, origin, *s.there(TRAIN_BATCH_SIZE_KEY))
+    else:
+        known = f"{micro or 'micro-batch'} x {steps or 'accumulation'} x the number of data ranks"
+        s.unanswered(BATCH, TRAIN_BATCH_SIZE_KEY, f"sequences of an optimizer step: {known}")
     for source in (*s.there(ACCUMULATION_STEPS_KEY), *((typed[0],) if typed else ())):
         s.draft.take(source, BATCH)
     if micro is None and s.has(MICRO_BATCH_SIZE_KEY):
@@ -118,19 +125,6 @@ def _micro_batch_size(
             *s.there(MICRO_BATCH_SIZE_KEY),
         )
     return micro
-
-
-def _global_batch_size(
-    s: ImportSources, train: int | None, micro: int | None, steps: int | None, data: int | None
-) -> None:
-    if train:
-        s.draft.put(BATCH, train, TRAIN_BATCH_SIZE_KEY)
-    elif micro and data:
-        origin = f"{micro} sequences x {steps or 1} steps of accumulation x {data} data ranks"
-        s.draft.put(BATCH, micro * (steps or 1) * data, origin, *s.there(TRAIN_BATCH_SIZE_KEY))
-    else:
-        known = f"{micro or 'micro-batch'} x {steps or 'accumulation'} x the number of data ranks"
-        s.unanswered(BATCH, TRAIN_BATCH_SIZE_KEY, f"sequences of an optimizer step: {known}")
 
 
 def length(s: ImportSources) -> None:
@@ -308,7 +302,26 @@ def scheduler(s: ImportSources) -> None:
         s.draft.leave(
             SCHEDULE, "--lr_scheduler_type", " ".join(typed), "the file's own scheduler counts"
         )
-    _warmup(s, "" if kind is None else f"{_PARAMS}.warmup_num_steps", kind in _DEEPSPEED_SCHEDULES)
+    # As in the Trainer steps precede a ratio, and steps below 1 are a ratio.
+    path = "" if kind is None else f"{_PARAMS}.warmup_num_steps"
+    given = as_count(s.get(path)) if path else None
+    sources = s.there(path)
+    steps = s.word(as_number, "warmup_steps", "num_warmup_steps")
+    ratio = s.word(as_number, "warmup_ratio")
+    part = steps if steps is not None and steps[1] > 0 else ratio
+    if given is not None:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", given, path)
+    elif steps is not None and steps[1] >= 1:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", int(steps[1]), steps[0], steps[0], *sources)
+    elif part is not None and 0 <= part[1] < 1:
+        s.draft.put(f"{SCHEDULE}.warmup_ratio", part[1], part[0], part[0], *sources)
+    elif kind in _DEEPSPEED_SCHEDULES and not sources:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", 1000, "DeepSpeed's default")
+    else:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", 0, "", *sources)
+    for found in (steps, ratio):
+        if found is not None and found[0] not in s.draft.carried:
+            s.draft.leave(SCHEDULE, found[0], found[1], "the other one counts")
     for name, value in s.section(_PARAMS).items():
         s.draft.leave(
             SCHEDULE,
@@ -368,29 +381,3 @@ def _convert_trainer_schedule(s: ImportSources) -> None:
         s.draft.put(f"{SCHEDULE}.name", "linear", TRAINER_DEFAULT)
     else:
         s.draft.put(f"{SCHEDULE}.name", "constant", "no scheduler in the file: the rate stays")
-
-
-def _warmup(s: ImportSources, path: str, is_deepspeeds: bool) -> None:
-    """Convert the warmup as the Trainer does: steps precede a ratio, and steps below 1 are a
-    ratio."""
-    given = as_count(s.get(path)) if path else None
-    sources = s.there(path)
-    steps, ratio = (
-        s.word(as_number, "warmup_steps", "num_warmup_steps"),
-        s.word(as_number, "warmup_ratio"),
-    )
-    if given is not None:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", given, path)
-    elif steps is not None and steps[1] >= 1:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", int(steps[1]), steps[0], steps[0], *sources)
-    elif (part := steps if steps is not None and steps[1] > 0 else ratio) is not None and 0 <= part[
-        1
-    ] < 1:
-        s.draft.put(f"{SCHEDULE}.warmup_ratio", part[1], part[0], part[0], *sources)
-    elif is_deepspeeds and not sources:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", 1000, "DeepSpeed's default")
-    else:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", 0, "", *sources)
-    for found in (steps, ratio):
-        if found is not None and found[0] not in s.draft.carried:
-            s.draft.leave(SCHEDULE, found[0], found[1], "the other one counts")

@@ -342,7 +342,11 @@ def merge_maps(
     A mapping in both has the place of `over`, or with keep_base_locations that of `base`: an error
     about a key that --set leaves missing points into the file.
     """
-    given = {name for name, entry in over.entries.items() if not _is_null(entry.node)}
+    given = {
+        name
+        for name, entry in over.entries.items()
+        if not (isinstance(entry.node, ScalarNode) and entry.node.value is None)
+    }
     dropped: set[str] = set()
     for where, keys in EXCLUSIVE_KEYS:
         if where == path and given & set(keys):
@@ -358,7 +362,3 @@ def merge_maps(
         else:
             entries[name] = MapEntry(key, node)
     return dataclasses.replace(base if keep_base_locations else over, entries=entries)
-
-
-def _is_null(node: Node) -> bool:
-    return isinstance(node, ScalarNode) and node.value is None

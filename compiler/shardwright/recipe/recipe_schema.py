@@ -118,7 +118,31 @@ def fill_in_defaults(schema: JsonObject, value: JsonValue) -> JsonValue:
     Free mappings keep their own order. Invalid values stay as they are.
     """
     if isinstance(value, Mapping):
-        return _complete_mapping(schema, value)
+        known = schema_properties(schema, value)
+        found: dict[str, JsonValue] = {}
+        for key, sub in known.items():
+            if key in value:
+                given = value[key]
+                # A section left empty (`launch:`), or a key whose null stands for another default.
+                given = default_of(sub) if given is None else given
+                found[key] = fill_in_defaults(sub, given)
+            elif has_default(sub):
+                found[key] = fill_in_defaults(sub, default_of(sub))
+        if allows_other_keys(schema, value):
+            extra = next(
+                (
+                    p["additionalProperties"]
+                    for p in applicable_schemas(schema, value)
+                    if "additionalProperties" in p
+                ),
+                {},
+            )
+            found |= {
+                key: fill_in_defaults(_object(extra), value[key])
+                for key in value
+                if key not in known
+            }
+        return found
     if isinstance(value, list | tuple):
         return [fill_in_defaults(schema_items(schema, value), item) for item in value]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -127,32 +151,6 @@ def fill_in_defaults(schema: JsonObject, value: JsonValue) -> JsonValue:
     if "number" in allowed:
         return float(value)
     return int(value) if "integer" in allowed and "integer" in type_names(value) else value
-
-
-def _complete_mapping(schema: JsonObject, value: JsonObject) -> JsonValue:
-    known = schema_properties(schema, value)
-    found: dict[str, JsonValue] = {}
-    for key, sub in known.items():
-        if key in value:
-            given = value[key]
-            # A section left empty (`launch:`), or a key whose null stands for another default.
-            given = default_of(sub) if given is None else given
-            found[key] = fill_in_defaults(sub, given)
-        elif has_default(sub):
-            found[key] = fill_in_defaults(sub, default_of(sub))
-    if allows_other_keys(schema, value):
-        extra = next(
-            (
-                p["additionalProperties"]
-                for p in applicable_schemas(schema, value)
-                if "additionalProperties" in p
-            ),
-            {},
-        )
-        found |= {
-            key: fill_in_defaults(_object(extra), value[key]) for key in value if key not in known
-        }
-    return found
 
 
 def has_default(schema: JsonObject) -> bool:

@@ -103,7 +103,10 @@ def _keyword_errors(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iter
     if allowed and not allowed & type_names(value):
         yield wrong_type(path, value, allowed)
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(choices, list) and not any(_equal(value, choice) for choice in choices):
+    if isinstance(choices, list) and not any(
+        value == choice and isinstance(value, bool) == isinstance(choice, bool)
+        for choice in choices
+    ):
         yield _not_a_choice(path, value, choices)
     if isinstance(value, int | float) and not isinstance(value, bool):
         limits = {word: cast(float, schema[word]) for word in _RANGES if word in schema}
@@ -131,10 +134,6 @@ def _keyword_errors(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iter
         if isinstance(value, Mapping):
             required = cast(Sequence[str], schema.get("required", ()))
             yield from (_missing(path, name, value) for name in required if name not in value)
-
-
-def _equal(value: JsonValue, choice: JsonValue) -> bool:
-    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
 def _any_of(

@@ -33,7 +33,7 @@ from shardwright.layout.layout_estimate import Memory
 from shardwright.plan.plan import Plan
 from shardwright.report.layout_space import VERDICTS as VERDICT_NAMES
 from shardwright.report.layout_space import LayoutPoint, LayoutSpace
-from shardwright.report.run_results import Evaluation, MeasuredRun
+from shardwright.report.run_results import MeasuredRun
 from shardwright.report.step_timeline import KINDS, PASS_KINDS, StepTimeline, sampled_ranks
 
 # Colours for colour-blind readers: Okabe and Ito's eight for kinds, cividis for many of one kind
@@ -327,7 +327,26 @@ def space_chart(space: LayoutSpace, chosen_words: str, capacity_bytes: int) -> f
     for verdict in reversed(VERDICT_NAMES):
         points = [p for p in space.points if p.verdict == verdict]
         if points:
-            _draw_verdict(made, verdict, points)
+            reasons = [
+                (f"{p.code}: {p.reason}" if p.code else p.verdict)
+                + ("" if p.pinned else "; not as pinned")
+                for p in points
+            ]
+            runs = verdict in ("runs", "tight")
+            drawn = made.scatter(
+                "gib",
+                "seconds",
+                source=_space_source(points, reasons),
+                marker="circle" if runs else "x",
+                size=9 if runs else 6,
+                fill_color=VERDICTS[verdict],
+                line_color="#ffffff" if runs else VERDICTS[verdict],
+                line_width=0.5 if runs else 1,
+                fill_alpha=0.9,
+                line_alpha=1.0 if runs else 0.55,
+                name=verdict,
+            )
+            made.add_tools(_space_hover(drawn))
     by_strategy = {p.strategy: p for p in space.points}
     front = [by_strategy[strategy] for strategy in space.front]
     made.line(
@@ -382,29 +401,6 @@ def _space_source(points: Sequence[LayoutPoint], reasons: list[str]) -> ColumnDa
     )
 
 
-def _draw_verdict(made: figure, verdict: str, points: Sequence[LayoutPoint]) -> None:
-    """Draw the layouts of one verdict; those that run are filled dots."""
-    reasons = [
-        (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned")
-        for p in points
-    ]
-    runs = verdict in ("runs", "tight")
-    drawn = made.scatter(
-        "gib",
-        "seconds",
-        source=_space_source(points, reasons),
-        marker="circle" if runs else "x",
-        size=9 if runs else 6,
-        fill_color=VERDICTS[verdict],
-        line_color="#ffffff" if runs else VERDICTS[verdict],
-        line_width=0.5 if runs else 1,
-        fill_alpha=0.9,
-        line_alpha=1.0 if runs else 0.55,
-        name=verdict,
-    )
-    made.add_tools(_space_hover(drawn))
-
-
 def _doublings(values: Sequence[float]) -> FixedTicker:
     """Return ticks of a logarithmic axis: every power of two, or of four where there are many."""
     first, last = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
@@ -442,7 +438,23 @@ def loss_chart(run: MeasuredRun) -> figure:
         name="training",
     )
     if run.evaluations:
-        made.add_tools(_validation(made, run.evaluations))
+        source = ColumnDataSource(
+            {
+                "step": [e.step for e in run.evaluations],
+                "loss": [e.loss for e in run.evaluations],
+                "perplexity": [e.perplexity for e in run.evaluations],
+            }
+        )
+        made.line("step", "loss", source=source, line_width=2, line_color=ORANGE, name="validation")
+        points = made.scatter(
+            "step", "loss", source=source, size=7, color=ORANGE, name="validation"
+        )
+        rows = (
+            ("step", "@step"),
+            ("validation", "@loss{0.0000}"),
+            ("perplexity", "@perplexity{0.00}"),
+        )
+        made.add_tools(hover(rows, renderers=[points]))
     made.add_tools(
         hover(
             [("step", "@step"), ("loss", "@loss{0.0000}"), ("norm", "@norm{0.000}")],
@@ -451,21 +463,6 @@ def loss_chart(run: MeasuredRun) -> figure:
         )
     )
     return made
-
-
-def _validation(made: figure, evaluations: Sequence[Evaluation]) -> HoverTool:
-    """Draw the held-out data's curve as points, since there may be few."""
-    source = ColumnDataSource(
-        {
-            "step": [e.step for e in evaluations],
-            "loss": [e.loss for e in evaluations],
-            "perplexity": [e.perplexity for e in evaluations],
-        }
-    )
-    made.line("step", "loss", source=source, line_width=2, line_color=ORANGE, name="validation")
-    points = made.scatter("step", "loss", source=source, size=7, color=ORANGE, name="validation")
-    rows = (("step", "@step"), ("validation", "@loss{0.0000}"), ("perplexity", "@perplexity{0.00}"))
-    return hover(rows, renderers=[points])
 
 
 def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
@@ -559,7 +556,17 @@ def cluster_map(plan: Plan) -> figure:
         name="cells",
     )
     if cells <= LABELLED_UP_TO:
-        _label_cells(made, source)
+        made.text(
+            "x",
+            "y",
+            text="rank",
+            source=source,
+            text_align="center",
+            text_baseline="middle",
+            text_font_size="11px",
+            text_color="ink",
+            nonselection_text_alpha=0.25,
+        )
     made.add_tools(_cell_hover(plan, source, drawn, copies), TapTool(renderers=[drawn]))
     source.selected.js_on_change("indices", CustomJS(args={"source": source}, code=PEERS))
     made.grid.visible = False
@@ -596,20 +603,6 @@ def _columns(plan: Plan, copies: int, grid: Grid) -> dict[str, object]:
         "slot": slot.astype(np.int16),
         **{axis: each(axis).astype(np.int32) for axis in AXES},
     }
-
-
-def _label_cells(made: figure, source: ColumnDataSource) -> None:
-    made.text(
-        "x",
-        "y",
-        text="rank",
-        source=source,
-        text_align="center",
-        text_baseline="middle",
-        text_font_size="11px",
-        text_color="ink",
-        nonselection_text_alpha=0.25,
-    )
 
 
 def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object, islands: int) -> HoverTool:

@@ -90,6 +90,9 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         autoescape=True,
     )
     environment.globals |= {"n": figures.shown, "g": figures.gib}
+    outer = _outer_cost(subject)
+    is_best = bool(space.best) and space.best == subject.plan.strategy
+    document = plan_document(plan)
     html = environment.get_template("page.html.j2").render(
         plan=plan,
         recipe=subject.recipe,
@@ -99,7 +102,9 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
         error=subject.estimate.error,
         error_bar_text=error_bar_text(subject.estimate.error),
-        rejected_faster_layouts=_set_aside(subject, space),
+        rejected_faster_layouts=[
+            rejected_faster_text(found) for found in space.rejected_faster_layouts if is_best
+        ],
         totals=totals,
         goodput=expected,
         goodput_lines=[] if expected is None else goodput_lines(expected),
@@ -120,7 +125,8 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         inside=in_layer_collectives_text(plan.strategy),
         run=run,
         islands=islands,
-        **_outer_part(subject),
+        outer=outer,
+        outer_words=[] if outer is None else islands_cost_lines(outer),
         held=layer_ranges(plan),
         axes=[_axis(plan, axis) for axis in AXES],
         first_axis=next((axis for axis in AXES if getattr(plan.strategy, axis) > 1), AXES[0]),
@@ -130,8 +136,15 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         script=Markup((templates_folder() / "report/page.js").read_text("utf-8")),
         bokeh=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
         items=_embedded({name: json_item(chart) for name, chart in drawn.items()}),
-        palettes=_embedded({axis: _palette(getattr(plan.strategy, axis)) for axis in AXES}),
-        figures=_embedded(_plan_figures(plan)),
+        palettes=_embedded(
+            {
+                axis: {"degree": degree, "colours": list(group_colors(degree))}
+                for axis, degree in ((axis, getattr(plan.strategy, axis)) for axis in AXES)
+            }
+        ),
+        figures=_embedded(
+            {key: document[key] for key in ("name", "recipe_hash", "strategy", "predicted")}
+        ),
     )
     return html, timeline
 
@@ -162,11 +175,6 @@ def _charts(
         assert cost is not None, "a run of islands has a recipe of them"
         yield "islands-loss", loss_chart(islands)
         yield "islands-waits", waits_chart(islands, cost.exposed_seconds)
-
-
-def _outer_part(subject: CompiledFolder) -> dict[str, object]:
-    found = _outer_cost(subject)
-    return {"outer": found, "outer_words": [] if found is None else islands_cost_lines(found)}
 
 
 def _outer_cost(subject: CompiledFolder) -> IslandsCost | None:
@@ -238,14 +246,6 @@ def totals_of(subject: CompiledFolder, training: Training) -> TrainingTotals:
     )
 
 
-def _set_aside(subject: CompiledFolder, space: LayoutSpace) -> list[str]:
-    """List faster layouts and why they were rejected; none where the plan is not the best one."""
-    is_best = bool(space.best) and space.best == subject.plan.strategy
-    return (
-        [rejected_faster_text(found) for found in space.rejected_faster_layouts] if is_best else []
-    )
-
-
 def _verdict(subject: CompiledFolder) -> tuple[str, str]:
     """Return a word for how safe the memory is, and a sentence that explains it."""
     memory = subject.plan.predicted.memory
@@ -284,10 +284,6 @@ def _axis(plan: Plan, axis: str) -> JsonObject:
     }
 
 
-def _palette(degree: int) -> JsonObject:
-    return {"degree": degree, "colours": list(group_colors(degree))}
-
-
 def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
     """Yield the path, bytes, start of the sha256 and purpose of each file that `compile` wrote."""
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -301,14 +297,6 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
                 hashlib.sha256(content).hexdigest()[:12],
                 ARTIFACTS.get(name, ""),
             )
-
-
-def _plan_figures(plan: Plan) -> JsonObject:
-    """Return the plan's numbers that a program may read from the page."""
-    document = plan_document(plan)
-    return cast(
-        JsonObject, {key: document[key] for key in ("name", "recipe_hash", "strategy", "predicted")}
-    )
 
 
 def _embedded(document: Mapping[str, object]) -> Markup:

@@ -76,6 +76,8 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     median = statistics.median(settled)
     tokens = plan.training.global_batch_size * plan.training.sequence_length
     stride = max(1, math.ceil(len(steps) / MOST_POINTS))
+    measured = read_json(folder / "run" / "summary.json").get("measured")
+    peak = measured.get("peak_bytes") if isinstance(measured, dict) else None
     return MeasuredRun(
         status=status.status or "unknown",
         cause=status.cause or "",
@@ -85,7 +87,7 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         tokens_per_second_per_gpu=tokens / median / plan.strategy.world_size,
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
-        peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
+        peak_bytes=int(peak) if isinstance(peak, int | float) else None,
         evaluations=tuple(rows_by_step(folder / EVALUATION_FILE, _evaluation).values()),
         noise="" if noise is None else noise_scale_text(noise),
     )
@@ -106,9 +108,3 @@ def _evaluation(row: Mapping[str, Any]) -> Evaluation:
     return Evaluation(
         step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"])
     )
-
-
-def _peak_bytes(path: Path) -> int | None:
-    measured = read_json(path).get("measured")
-    peak = measured.get("peak_bytes") if isinstance(measured, dict) else None
-    return int(peak) if isinstance(peak, int | float) else None
