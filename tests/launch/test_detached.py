@@ -91,7 +91,7 @@ def test_the_rank_that_all_wait_for_is_named(tmp_path: Path) -> None:
     state = status(out)
     assert (state["status"], state["rank"], state["stage"], state["step"]) == ("running", 1, 1, 2)
     assert "rank 1 on" in state["stalled"] and "in step 3, at" in state["stalled"]
-    assert "waits for nobody" in state["stalled"]
+    assert "waits in no collective" in state["stalled"]
     stacks = [(out / "run" / "ranks" / f"rank-{rank:05d}.stack").read_text() for rank in (0, 1)]
     assert "distributed_c10d.py" in stacks[0] and "in step" in stacks[1]
     process.send_signal(signal.SIGINT)

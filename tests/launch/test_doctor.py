@@ -57,7 +57,7 @@ def two_nodes(write_recipe: Callable[..., Path], tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("hostfile", "code", "words"),
     [
-        (None, "SW6003", "no hostfile says which"),
+        (None, "SW6003", "but there is no hostfile"),
         ("a slots=2\n", "SW5203", "1 host, but the plan has 2 nodes"),
         ("a slots=2\nb slots=4\n", "SW5203", "line 2: b has slots=4"),
         ("a slots=2\na slots=2\n", "SW5202", "hostfile line 2"),
@@ -120,7 +120,7 @@ def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
     check = links(met, assumed)
     between, inside = check.problems
     assert between.code == inside.code == "SW5312" and between.severity == "warning"
-    assert between.message == "b -> a: 100 Gb/s, the plan assumes 400"
+    assert between.message == "b -> a: the link gives 100 Gb/s, but the plan assumes 400 Gb/s"
     assert "--set cluster.inter_node_gbits_per_second=100" in between.help
     assert "--set cluster.intra_node_gbytes_per_second=100" in inside.help
     assert "100 Gb/s between hosts (b -> a is the slowest), 400 planned" in check.told

@@ -91,7 +91,7 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
         r"^(?:error\[|warning\[|fetching |waiting |the run on ).*", done.stdout + done.stderr, re.M
     )
     text = "; ".join(
-        re.sub(r"process \d+|\d+ s for a sign", "...", re.sub(r"(file://)?/\S*/", "", x))
+        re.sub(r"process \d+|\d+ s for a heartbeat", "...", re.sub(r"(file://)?/\S*/", "", x))
         for x in lines
     )
     assert "Traceback" not in done.stderr

@@ -142,7 +142,7 @@ def test_a_host_that_goes_away_is_named_and_its_ranks_end_themselves(tmp_path: P
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 3 and time.monotonic() - began < 60
         assert re.search(
-            r"error\[SW6301\]: rank [23] \(stage 1, host b\): gone without a word", errors
+            r"error\[SW6301\]: rank [23] \(stage 1, host b\): lost without an error message", errors
         ), errors
         _expect_nothing_left(made)
 
@@ -154,7 +154,7 @@ def test_a_host_that_ssh_does_not_reach_is_named(tmp_path: Path) -> None:
         process = start(made[0], "run", out, "--hostfile", hostfile(made, TWO, tmp_path))
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 3
-        assert "error[SW6301]: host b: no ssh to it, or the connection broke" in errors
+        assert "error[SW6301]: host b: ssh cannot connect, or the connection broke" in errors
         assert "b: ssh: connect to host b port 22:" in errors
         _expect_nothing_left(made)
 
@@ -253,16 +253,16 @@ def test_doctor_finds_each_fault_on_its_host_in_time(tmp_path: Path) -> None:
         path = site / f"deepspeed-{version}.dist-info" / "METADATA"
         b.over_mount(path, "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.9\n", tmp_path)
         assert _red(_doctor(a, out, named)) == [
-            "SW5302 b: deepspeed 0.19.9, the plan was made with 0.19.8"
+            "SW5302 b has deepspeed 0.19.9, but the plan was made with 0.19.8"
         ]
 
         c.must("ip", "link", "set", "eth0", "down")
         code, told = _doctor(a, out, named)
         found = _red((code, told))
         assert found[0].startswith("SW5301 c: ssh: connect to host c port 22: ")
-        assert found[1:] == ["SW5302 b: deepspeed 0.19.9, the plan was made with 0.19.8"]
+        assert found[1:] == ["SW5302 b has deepspeed 0.19.9, but the plan was made with 0.19.8"]
         said = {check["name"]: check["told"] for check in told["checks"]}
-        assert said["all-reduce"] == "over a, b only, the others are not able to"
+        assert said["all-reduce"] == "over a, b only: the other hosts lack the pinned interface"
 
 
 def test_doctor_finds_a_wrong_interface_name(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_doctor_finds_a_wrong_interface_name(tmp_path: Path) -> None:
         must(shardwright("compile", tmp_path / "recipe.yaml", "-o", tmp_path / "out"))
         named = hostfile(made, TWO, tmp_path)
         (found,) = _red(_doctor(made[0], tmp_path / "out", named))
-        assert found == "SW5307 b: GLOO_SOCKET_IFNAME=eth0, and its interfaces are lo, ens3"
+        assert found == "SW5307 b: GLOO_SOCKET_IFNAME=eth0, but the host's interfaces are lo, ens3"
 
 
 def _doctor(host: Host, out: Path, named: Path) -> tuple[int, dict[str, Any]]:

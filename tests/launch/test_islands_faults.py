@@ -101,7 +101,7 @@ def test_an_island_that_does_not_belong_costs_nobody_anything(
     )
     store = listening(start, out)
     a = start("run", out, "--island", 0)
-    until(lambda: "island 0 is here" in store.said, "island 0 does not come", a, store)
+    until(lambda: "island 0 is connected" in store.said, "island 0 does not come", a, store)
     secret = out / SECRET_FILE
     strangers = {
         "SW6313": (out / "island-1", "0" * 64),

@@ -155,4 +155,4 @@ def test_exit_code_zero_without_the_marker_is_no_success(tmp_path: Path) -> None
     (out / "train.py").write_text("raise SystemExit(0)\n")
     result = shardwright("run", out)
     assert result.returncode == 3
-    assert "no rank said why" in result.stderr
+    assert "no rank reported an error" in result.stderr

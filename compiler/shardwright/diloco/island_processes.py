@@ -35,8 +35,8 @@ def serve_outer_store(folder: Path, bind: str | None) -> int:
     plan = load_plan(folder)
     folders = island_folders(plan, folder)
     if not folders:
-        help = "Give the compiled folder of a recipe with cluster.islands, not one island's."
-        raise refusal("SW6014", f"{str(folder)!r} is of no islands", help)
+        help = "Pass the compiled folder of a recipe with cluster.islands, not one island's folder."
+        raise refusal("SW6014", f"the plan in {str(folder)!r} has no islands", help)
     outer, secret = plan.diloco, distribute_secret(folder, folders)
     listener = _listen(bind or str(plan.launch.outer_store))
     members = Membership(
@@ -45,7 +45,7 @@ def serve_outer_store(folder: Path, bind: str | None) -> int:
     try:
         rounds = RoundLog(folder)
     except OSError as error:
-        raise _rounds_file_refusal(folder, error, "no outer step is made") from None
+        raise _rounds_file_refusal(folder, error, "no outer step can be made") from None
     store = OuterStore(members, secret, plan_digest(plan), _print_line, rounds.write)
     _print_line(
         f"listening at {':'.join(map(str, listener.getsockname()[:2]))} for {outer.islands} islands"
@@ -57,7 +57,7 @@ def serve_outer_store(folder: Path, bind: str | None) -> int:
         _discard_output()
     if store.failure is not None:
         raise _rounds_file_refusal(
-            folder, store.failure, "the outer step that was on its way is not made"
+            folder, store.failure, "the outer step that was under way is not made"
         ) from None
     return code
 
@@ -71,9 +71,11 @@ def _rounds_file_refusal(folder: Path, error: Exception, what: str) -> Refusal:
     return refusal(
         "SW6321",
         f"{str(folder / ROUNDS_FILE)!r} cannot be written: {why}; {what}, and the store stops",
-        "Make room there and start `shardwright outer-store` again. Every island waits for it as "
-        "long as outer.deadline_seconds says, then saves a checkpoint and stops: `shardwright run` "
-        "goes on from there.",
+        (
+            "Free disk space and start `shardwright outer-store` again. Each island waits "
+            "outer.deadline_seconds for the store, then saves a checkpoint and stops: "
+            "`shardwright run` continues from that checkpoint."
+        ),
     )
 
 
@@ -123,8 +125,10 @@ def _listen(address: str) -> socket.socket:
         raise refusal(
             "SW6318",
             f"cannot listen at {address}: {why}",
-            "Give --bind HOST:PORT with an address of this machine, and forward launch.outer_store "
-            "to it; or end what listens there.",
+            (
+                "Give --bind HOST:PORT with an address of this machine, and forward "
+                "launch.outer_store to it; or stop the program that listens at that port."
+            ),
         ) from None
 
 
@@ -144,7 +148,7 @@ def run_all_islands(folder: Path, resume: str) -> int:
         raise refusal(
             "SW6014",
             f"--island all: the plan of {str(folder)!r} {why}",
-            "Start each island by itself.",
+            "Start each island with `shardwright run DIR --island K`.",
         )
     distribute_secret(folder, folders)
     with _processes(plan, folder, resume) as (store, islands):

@@ -70,7 +70,7 @@ def answer_probe(
         asked = document_of(payload)
         up, down = _burst(asked.get("up")), _burst(asked.get("down"))
         if kind != FrameKind.PROBE or up is None or down is None:
-            raise ChannelError("a probe that is none")
+            raise ChannelError("an invalid probe")
         _receive_bytes(link, up)
         _send_bytes(link, down)
         link.send_document(FrameKind.PROBED, {})
@@ -91,7 +91,7 @@ def _receive_bytes(link: AuthenticatedChannel, count: int) -> None:
         kind, _, payload = link.receive()
         count -= len(payload)
         if kind != FrameKind.DELTA or not payload or count < 0:
-            raise ChannelError("a probe that is none")
+            raise ChannelError("an invalid probe")
 
 
 def measure_link(address: str, secret: bytes, digest: str, connections: int) -> MeasuredLink:
@@ -205,17 +205,18 @@ def check_outer_store_link(plan: Plan, folder: Path, planned: PlannedLink) -> Ho
         return _failed(*refusal.diagnostics)
     except WrongSecret:
         help = (
-            "Copy run/outer.secret of the folder that `shardwright outer-store` runs on to the "
-            "same place here."
+            "Copy run/outer.secret from the folder that `shardwright outer-store` serves to "
+            "the same path here."
         )
         return _failed(red("SW6313", f"the outer store at {address} has another secret", help))
     except ChannelError as broken:
         help = (
-            f"Start `shardwright outer-store DIR` where {address} leads to, on the compiled folder "
-            "of all islands, and see that this host reaches that port (launch.outer_store)."
+            f"Start `shardwright outer-store DIR` where {address} leads to, on the compiled "
+            "folder of all islands, and check that this host reaches that port "
+            "(launch.outer_store)."
         )
         return _failed(
-            red("SW6314", f"the outer store is not reached at {address}: {broken}", help)
+            red("SW6314", f"the outer store at {address} cannot be reached: {broken}", help)
         )
     if not measured.has_same_plan:
         help = "Compile once, and copy DIR/island-K to each site."
@@ -236,22 +237,23 @@ def _compare_with_recipe(address: str, measured: MeasuredLink, planned: PlannedL
     )
     seconds = planned.outer_seconds * planned.gbits_per_second / slowest
     told = (
-        f"{address} answers in {measured.round_trip_seconds * 1e3:.3g} ms; {up} Gbit/s up, {down} "
-        f"down, {planned.gbits_per_second:g} planned; an outer step takes {seconds:.3g} s, "
-        f"{planned.outer_seconds:.3g} planned, every {planned.between_seconds:.3g} s; islands "
-        f"there: {', '.join(map(str, measured.connected_islands)) or 'none'}"
+        f"{address} answers in {measured.round_trip_seconds * 1e3:.3g} ms; {up} Gbit/s "
+        f"up, {down} down, {planned.gbits_per_second:g} planned; an outer step takes "
+        f"{seconds:.3g} s, {planned.outer_seconds:.3g} planned, every "
+        f"{planned.between_seconds:.3g} s; connected islands: "
+        f"{', '.join(map(str, measured.connected_islands)) or 'none'}"
     )
     if slowest >= MIN_BANDWIDTH_FRACTION * planned.gbits_per_second:
         return HostCheck(name=NAME, told=told)
     message = (
-        f"the link to the outer store at {address} gives {slowest:.3g} Gbit/s, the recipe says "
-        f"{planned.gbits_per_second:g}: an outer step takes {seconds:.3g} s, not "
-        f"{planned.outer_seconds:.3g}"
+        f"the link to the outer store at {address} gives {slowest:.3g} Gbit/s, but the "
+        f"recipe has {planned.gbits_per_second:g}: an outer step takes {seconds:.3g} s, "
+        f"not {planned.outer_seconds:.3g} s"
     )
     key = f"cluster.inter_island_gbits_per_second={slowest:.3g}"
     help = (
-        f"If this is what the link gives, compile again with --set {key}. With a larger "
-        "training.outer.every_steps training waits less often."
+        f"If the link gives no more, compile again with --set {key}. With a larger "
+        "training.outer.every_steps, training waits less often."
     )
     return HostCheck(
         name=NAME, told=told, problems=(found("SW5312", None, message, help, severity="warning"),)

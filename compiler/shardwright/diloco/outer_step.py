@@ -321,8 +321,10 @@ class DiLoCoOuterStep:
             raise refusal(
                 "SW6314",
                 f"the outer store was not reached for {self.outer.deadline_seconds:g} s: {error}",
-                "Start `shardwright outer-store DIR` where launch.outer_store says, and see that "
-                "this host reaches it. Nothing was trained.",
+                (
+                    "Start `shardwright outer-store DIR` at launch.outer_store, and check that "
+                    "this host reaches it. Nothing was trained."
+                ),
             ) from None
         if self._rank == 0:
             known = min([self.base, *(each.step - 1 for each in made)])
@@ -340,7 +342,7 @@ class DiLoCoOuterStep:
                 step=result.step, members=members, seconds=seconds, bytes=result.sent_bytes
             )
             islands = ", ".join(map(str, members))
-            what = f"islands {islands}" if members else "another island's state taken"
+            what = f"islands {islands}" if members else "took another island's state"
             print(f"outer step at {result.step}  {what}  {seconds:.3g} s", flush=True)
         return result
 
@@ -498,10 +500,10 @@ class DiLoCoOuterStep:
             was = ", ".join(f"{key} {value}" for key, value in then.items())
             raise refusal(
                 "SW6218",
-                f"{str(checkpoint)!r} was written while an outer step was on its way, with {was}",
+                f"{str(checkpoint)!r} was written during an outer step, with {was}",
                 (
-                    "Change training.outer after it: compile with these, and run on to the next "
-                    "checkpoint.every_steps."
+                    "Compile with these values, and train to the next checkpoint. Change "
+                    "training.outer after that checkpoint."
                 ),
             )
 
@@ -518,10 +520,15 @@ class DiLoCoOuterStep:
         if not all(flags):
             raise refusal(
                 "SW6317",
-                f"island {self.outer.island} has weights that are no finite numbers (rank "
-                f"{flags.index(False)}): they stay out of the other islands",
-                "The others go on without it. `shardwright run` goes on from its newest checkpoint "
-                "with a finite loss, and takes their state at the next outer step.",
+                (
+                    f"island {self.outer.island} has weights that are not finite (rank "
+                    f"{flags.index(False)}): the other islands do not get them"
+                ),
+                (
+                    "The other islands continue. `shardwright run` resumes this island from its "
+                    "newest checkpoint with a finite loss, and takes their state at the next outer "
+                    "step."
+                ),
             )
         return deltas
 

@@ -51,8 +51,11 @@ def read_secret(folder: Path) -> bytes:
     raise refusal(
         "SW6313",
         f"no secret for the outer store: {why}",
-        "Start `shardwright outer-store DIR` first: it writes one for every island's folder that "
-        "it finds. Copy it to the same place of the folder at the other sites.",
+        (
+            "Start `shardwright outer-store DIR` first: it writes the secret to every "
+            "island's folder on its machine. Copy the file to the same path of the folder at "
+            "the other sites."
+        ),
     )
 
 
@@ -85,8 +88,8 @@ def _write(path: Path, secret: bytes) -> None:
                 f"{error.strerror or error}"
             ),
             (
-                "Make room there, or give this user the right to write there, and start "
-                "`shardwright outer-store` again."
+                "Free disk space, or give this user write permission, and start `shardwright "
+                "outer-store` again."
             ),
         ) from None
 
@@ -171,7 +174,7 @@ class AuthenticatedChannel:
             raise ChannelError(f"a frame of {length:,} bytes")
         payload = self._read(length, until)
         if not hmac.compare_digest(mac, self._mac("receive", self._received, header, payload)):
-            raise ChannelError("a frame that is not what was sent")
+            raise ChannelError("a frame with a wrong authentication code")
         self._received += 1
         try:
             return FrameKind(kind), tag, payload

@@ -240,8 +240,11 @@ class OuterStoreUnreachable(Exception):
             "SW6315",
             f"the outer store was not reached for {deadline_seconds:g} s at the outer step of "
             f"{step}: {why}",
-            "An island never trains on alone. It saved a checkpoint: start the store again, or see "
-            "to the link, and `shardwright run` goes on from here.",
+            (
+                "The island saved a checkpoint and stopped, because an island never trains "
+                "alone. Start the store again or repair the link; `shardwright run` continues "
+                "from the checkpoint."
+            ),
         )
 
 
@@ -371,23 +374,18 @@ class OuterStoreConnections:
 
 
 _REFUSED = {
-    "SW6313": (
-        "Every island's folder has the same run/outer.secret: `outer-store` writes it, and "
-        "you copy it."
-    ),
+    "SW6313": ("Copy run/outer.secret, which `outer-store` writes, to every island's folder."),
     "SW6316": (
-        "Copy the island's folder from the compiled one that the store was started with; "
-        "bring the same data."
+        "Copy the island's folder from the compiled folder that the store serves, and "
+        "use the same data."
     ),
     "SW6320": (
-        "Its weights lack the others' last outer steps. Take the newest checkpoint of an "
-        "island that is done."
+        "This island's weights lack the last outer steps. Use the newest checkpoint of "
+        "an island that is done."
     ),
-    "SW6319": "End the other run, or this one: an island is one run.",
+    "SW6319": "Stop one of the two runs: only one may train an island.",
 }
 
 
 def _store_refusal(code: str, why: str) -> Diagnostic:
-    return found(
-        code, None, f"the outer store does not take this island: {why}", _REFUSED.get(code, "")
-    )
+    return found(code, None, f"the outer store rejects this island: {why}", _REFUSED.get(code, ""))

@@ -131,7 +131,7 @@ class OuterStore:
             except RuntimeError as error:  # the system allows no more threads
                 self._unauthenticated.remove(connection)
                 connection.close()
-                self._log_rejected("", f"a connection of {address[0]} is turned away: {error}")
+                self._log_rejected("", f"a connection from {address[0]} is rejected: {error}")
                 time.sleep(RETRY_SECONDS)
 
     def _make_room(self, error: OSError) -> None:
@@ -139,7 +139,7 @@ class OuterStore:
         end nothing."""
         if is_out_of_descriptors(error) and (oldest := self._unauthenticated.pop()) is not None:
             shutdown_connection(oldest)
-        self._log_rejected("", f"warning: cannot take a connection: {error}")
+        self._log_rejected("", f"warning: cannot accept a connection: {error}")
         time.sleep(RETRY_SECONDS)
 
     def _authenticate(self, connection: socket.socket, address: tuple[str, int]) -> None:
@@ -158,13 +158,18 @@ class OuterStore:
                 link.close()
                 return
             if kind != FrameKind.HELLO:
-                raise ChannelError("it did not say who it is")
+                raise ChannelError("it sent no valid hello")
             self._admit(link, document_of(payload))
         except WrongSecret:
-            line = f"warning[SW6313]: {address[0]} came with another secret, and was turned away"
+            line = (
+                f"warning[SW6313]: a connection from {address[0]} has another secret and was "
+                "rejected"
+            )
             self._log_rejected(address[0], line)
         except (ChannelError, OSError) as error:
-            self._log_rejected(address[0], f"{address[0]} left before it said who it is: {error}")
+            self._log_rejected(
+                address[0], f"a connection from {address[0]} closed before a valid hello: {error}"
+            )
         finally:
             self._unauthenticated.remove(connection)
             connection.close()
@@ -177,7 +182,7 @@ class OuterStore:
         try:
             caller = read_record(IslandRank, hello)
         except ValueError:
-            raise ChannelError("it did not say who it is") from None
+            raise ChannelError("it sent no valid hello") from None
         number, rank = caller.island, caller.rank
         why = self._refused(caller)
         island = None
@@ -188,14 +193,14 @@ class OuterStore:
                     raise ChannelError("the store stops")
                 island = self.membership.join(number, start, rank, link)
                 self._change.notify_all()
-            why = "" if island else "SW6319 another run of this island has started since"
+            why = "" if island else "SW6319 a newer run of this island has started"
         if island is None:
             link.send_document(FrameKind.REFUSED, {"why": why})
             link.close()
-            self._log(f"island {number} rank {rank} was refused: {why}")
+            self._log(f"island {number} rank {rank} was rejected: {why}")
             return
         if len(island.links) == self.membership.world:
-            self._log(f"island {number} is here")
+            self._log(f"island {number} is connected")
         try:
             link.send_document(FrameKind.WELCOME, {})
             link.set_timeout(None)
@@ -206,7 +211,7 @@ class OuterStore:
             with contextlib.suppress(ChannelError):
                 link.send_document(FrameKind.REFUSED, {"why": f"SW6320 {why}"})
         except ChannelError as error:
-            why = f"rank {rank} is gone ({error})"
+            why = f"rank {rank} is lost ({error})"
         except Exception as error:  # a thread that ends in silence would leave the others waiting
             why = f"rank {rank}: {type(error).__name__}: {error}"
         self._drop(island, why)
@@ -218,13 +223,13 @@ class OuterStore:
             or caller.world != m.world
             or not (0 <= caller.island < m.count and 0 <= caller.rank < m.world)
         ):
-            return "SW6316 its plan is not the one that this store was started for"
+            return "SW6316 its plan differs from the store's"
         with self._change:
             self._data_digest = self._data_digest or caller.data
             return (
                 ""
                 if caller.data == self._data_digest
-                else "SW6316 its data is not that of the islands before it"
+                else "SW6316 its data differs from the other islands' data"
             )
 
     def _drop(self, island: Island, why: str) -> None:
@@ -404,7 +409,7 @@ class OuterStore:
             else:
                 link.send(FrameKind.RETRY, found.attempt)
         except ChannelError as error:
-            self._drop(island, f"rank {rank} is gone ({error})")
+            self._drop(island, f"rank {rank} is lost ({error})")
 
     def _wait_for_state(
         self, link: AuthenticatedChannel, island: Island, rank: int, found: OuterRound
@@ -420,7 +425,7 @@ class OuterStore:
         ):
             link.send(FrameKind.WAIT)
         if rank not in found.forwarded_ranks:
-            raise ChannelError("the island whose state it was to take is lost")
+            raise ChannelError("the island that sends its state is lost")
 
     def _await_receiver(self, found: OuterRound, receiver: Island, rank: int) -> None:
         """Until its rank has been told what comes."""
@@ -441,7 +446,7 @@ class OuterStore:
             try:
                 receiver.links[rank].send(kind, found.attempt, payload)
             except ChannelError as error:
-                self._drop(receiver, f"rank {rank} is gone ({error})")
+                self._drop(receiver, f"rank {rank} is lost ({error})")
         if kind == FrameKind.STATE_END:
             with self._change:
                 found.forwarded_ranks.add(rank)

@@ -285,7 +285,7 @@ class Membership:
         island = self.islands.get(number)
         if island is None or island.start != start:
             if island is not None:
-                self.drop(island, "it was started again")
+                self.drop(island, "a newer run of it has started")
             newest = self.newest.get(number, start)
             if newest.run != start.run:
                 self.superseded_runs.setdefault(number, set()).add(newest.run)
@@ -417,7 +417,9 @@ class Membership:
                 for arrival in island.arrivals.values():
                     arrival.base = -1
         self._start(same)
-        return [(i, f"it came to no outer step for {self.deadline:g} s") for i in waited]
+        return [
+            (i, f"it has not arrived at the outer step for {self.deadline:g} s") for i in waited
+        ]
 
     def _start(self, members: list[Island]) -> None:
         sizes = {rank: a.size for rank, a in members[0].arrivals.items()}
@@ -448,7 +450,7 @@ class Membership:
             for i in found.members
             if i.number in late and now > max(i.heard, found.began) + silent
         ]
-        return [(i, f"nothing came from it for {silent:g} s of an outer step") for i in gone]
+        return [(i, f"it has sent nothing for {silent:g} s of an outer step") for i in gone]
 
     def try_commit(
         self, found: OuterRound, record: Callable[[dict[str, Any]], None]

@@ -60,7 +60,7 @@ def check_rendezvous(
     address = plan.launch.master_addr or found
     port = first.facts.free_port
     if port is None:
-        text = f"{first.host}: something listens on port {plan.launch.master_port} already"
+        text = f"{first.host}: port {plan.launch.master_port} is already in use"
         return [
             HostCheck(
                 name="port",
@@ -87,29 +87,30 @@ def check_rendezvous(
                 f"{probed.met.unreachable}"
             ),
             (
-                "Set launch.master_addr to an address of the first host that all reach, and open "
-                "the ports between them."
+                "Set launch.master_addr to an address of the first host that every host reaches, "
+                "and open the ports between them."
             ),
         )
         for probed in met
         if probed.met.unreachable is not None
     ]
     port_check = HostCheck(
-        name="rendezvous", told=f"{address}:{port} is free and all reach it", problems=tuple(apart)
+        name="rendezvous", told=f"every host reaches {address}:{port}", problems=tuple(apart)
     )
     wrong = [p for p in met if not apart and p.met.sum != len(probes)]
     among = (
         "all hosts"
         if whole
-        else ", ".join(p.result.host for p in probes) + " only, the others are not able to"
+        else ", ".join(p.result.host for p in probes)
+        + " only: the other hosts lack the pinned interface"
     )
     summed = tuple(
         red(
             "SW5309",
             f"{probed.host}: the all-reduce failed: {probed.met.error or probed.problem}",
             (
-                "Set launch.env.GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the card that "
-                "the hosts share."
+                "Set launch.env.GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the network "
+                "interface that the hosts share."
             ),
         )
         for probed in wrong
@@ -152,16 +153,20 @@ def links(met: Sequence[ProbedHost], assumed: PlannedBandwidth) -> HostCheck:
             key = f"cluster.intra_node_gbytes_per_second={inside[0] / 1e9:.0f}"
             problems.append(_slow(f"GPU 0 -> GPU 1 of {inside[1]}", inside[0], planned, key))
     return HostCheck(
-        name="links", told="; ".join(told) or "one host, one device: none", problems=tuple(problems)
+        name="links",
+        told="; ".join(told) or "one host with one device has no links",
+        problems=tuple(problems),
     )
 
 
 def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
-    message = f"{where}: {gbits(rate)} Gb/s, the plan assumes {gbits(planned)}"
+    message = (
+        f"{where}: the link gives {gbits(rate)} Gb/s, but the plan assumes {gbits(planned)} Gb/s"
+    )
     help = (
-        f"If this is what the cluster gives, compile again with --set {key}: another layout may be "
-        "faster. Else look at the card that NCCL takes (NCCL_DEBUG=INFO) and at who else uses the "
-        "network."
+        f"If the cluster gives no more, compile again with --set {key}: another layout "
+        "may be faster. Otherwise check which interface NCCL uses (NCCL_DEBUG=INFO) and "
+        "what else uses the network."
     )
     return found("SW5312", None, message, help, severity="warning")
 
@@ -215,7 +220,7 @@ def check_hosts(
         raise Refusal(
             red(
                 "SW5301",
-                "there is no `ssh` command here",
+                "this machine has no `ssh` command",
                 "Install an ssh client (openssh-client).",
             )
         )
@@ -292,7 +297,7 @@ def _engine(x: HostCheckInput) -> HostCheck:
         x.plan.model.transformer_engine
     ]
     told = (
-        f"{named.title} on GPUs: not run by us, {layers} Transformer Engine"
+        f"{named.title}: not tested on GPUs, {layers} Transformer Engine"
         if untried
         else named.title
     )
@@ -305,14 +310,17 @@ def _reachability(silent: Sequence[ProbedHost], count: int, reach: str) -> HostC
         red(
             "SW5301",
             f"{probed.host}: {probed.problem}",
-            "shardwright and its packages must be installed there, at the same path as here."
+            (
+                "Install shardwright and its packages on that host, at the same path as on this "
+                "machine."
+            )
             if "No such file" in probed.problem or "No module" in probed.problem
             else (
-                f"`{command.format(probed.host)}` must work without a question, from this host, "
-                "in a few seconds."
+                f"`{command.format(probed.host)}` must work from this host without a prompt, "
+                "within a few seconds."
             )
             if command
-            else "It may be too busy to import the packages in time: try again when it is not.",
+            else "The host may be too busy to import the packages in time. Try again later.",
         )
         for probed in silent
     )
@@ -340,19 +348,21 @@ def _versions(x: HostCheckInput) -> HostCheck:
                     )
                 )
             elif _differs(x, name, str(there[name]), wanted):
-                text = f"{probed.host}: {name} {there[name]}, the plan was made with {wanted}"
+                text = (
+                    f"{probed.host} has {name} {there[name]}, but the plan was made with {wanted}"
+                )
                 problems.append(red("SW5302", text, f"Install {name} {wanted} on {probed.host}."))
         problems += [
             red(
                 "SW5302",
-                f"{probed.host}: {name} is not installed, and the plan needs it",
-                f"Install {name} there.",
+                f"{probed.host}: {name} is not installed, but the plan needs it",
+                f"Install {name} on {probed.host}.",
             )
             for name, needed in optional.items()
             if needed and there[name] is None
         ]
         if probed.facts.python.split(".")[:2] != ours.split(".")[:2]:
-            text = f"{probed.host}: Python {probed.facts.python}, here it is {ours}"
+            text = f"{probed.host} has Python {probed.facts.python}, but this machine has {ours}"
             problems.append(red("SW5302", text, f"Use the same environment on {probed.host}."))
     told = ", ".join(f"{name} {version}" for name, version in planned.items())
     return HostCheck(name="versions", told=f"Python {ours}, {told}", problems=tuple(problems))
@@ -387,9 +397,13 @@ def _folder(x: HostCheckInput) -> HostCheck:
                 )
             )
         elif found != x.digest:
-            text = f"{probed.host}: {str(path)!r} holds other files than here"
+            text = f"{probed.host}: the files in {str(path)!r} differ from those on this machine"
             problems.append(
-                red("SW5303", text, "Copy the folder there anew: every rank reads its own host's.")
+                red(
+                    "SW5303",
+                    text,
+                    "Copy the folder to that host again: every rank reads its own host's files.",
+                )
             )
         elif x.shared and not sees_marker:
             text = f"{probed.host}: {str(path)!r} is a copy, and cluster.shared_filesystem is true"
@@ -397,7 +411,7 @@ def _folder(x: HostCheckInput) -> HostCheck:
                 red(
                     "SW5303",
                     text,
-                    "Mount the same folder there; checkpoints are read by every host.",
+                    "Mount the same folder on that host: every host reads the checkpoints.",
                 )
             )
     told = "the same everywhere" if len(x.answers) > 1 else "complete"
@@ -408,7 +422,7 @@ def _inputs(x: HostCheckInput) -> HostCheck:
     problems = tuple(
         red(
             "SW5311",
-            f"{probed.host}: nothing at {path}",
+            f"{probed.host}: there is no file or folder {path}",
             "Bring weights and data to the same path on every host.",
         )
         for probed in x.answers
@@ -422,8 +436,8 @@ def _devices(x: HostCheckInput) -> HostCheck:
     problems = tuple(
         red(
             "SW5304",
-            f"{probed.host}: {probed.facts.devices} {what}, the plan needs {slots}",
-            f"Take {probed.host} off the hostfile, or compile for fewer {what} a node.",
+            f"{probed.host} has {probed.facts.devices} {what}, but the plan needs {slots}",
+            f"Remove {probed.host} from the hostfile, or compile for fewer {what} a node.",
         )
         for probed in x.answers
         # Ranks on CPUs may share cores: slow, and no obstacle.
@@ -434,7 +448,7 @@ def _devices(x: HostCheckInput) -> HostCheck:
             "SW5304",
             f"{probed.host}: {text}",
             (
-                "See who holds it with `nvidia-smi`, and end that process or take the host off the "
+                "Find the process with `nvidia-smi` and end it, or remove the host from the "
                 "hostfile."
             ),
         )
@@ -456,15 +470,17 @@ def _disk(x: HostCheckInput) -> HostCheck:
         if not probed.facts.writable:
             text = f"{probed.host}: {str(root)!r} cannot be written"
             problems.append(
-                red("SW5305", text, "Give the user who trains the right to write there.")
+                red("SW5305", text, "Give the user who trains write permission for that folder.")
             )
         elif free < needed:
             text = (
-                f"{probed.host}: {free / GIB:.1f} GiB free for checkpoints, one takes "
-                f"{needed / GIB:.1f}"
+                f"{probed.host} has {free / GIB:.1f} GiB free for checkpoints, but one takes "
+                f"{needed / GIB:.1f} GiB"
             )
             problems.append(
-                red("SW5305", text, "Make room, or put checkpoint.directory on a larger disk.")
+                red(
+                    "SW5305", text, "Free disk space, or put checkpoint.directory on a larger disk."
+                )
             )
     return HostCheck(
         name="disk",
@@ -484,7 +500,7 @@ def _clocks(x: HostCheckInput) -> HostCheck:
     problems = tuple(
         red(
             "SW5306",
-            f"{host}: its clock is {skew:+.0f} s off this host's",
+            f"{host}: the clock differs by {skew:+.0f} s from this machine's",
             f"Set the time of {host} (chrony, ntp).",
         )
         for host, skew in skews.items()
@@ -499,7 +515,7 @@ def _interfaces(x: HostCheckInput) -> HostCheck:
         red(
             "SW5307",
             (
-                f"{probed.host}: {name}={value}, and its interfaces are "
+                f"{probed.host}: {name}={value}, but the host's interfaces are "
                 f"{', '.join(probed.facts.interfaces)}"
             ),
             f"Set launch.env.{name} to a name that every host has, or leave it out.",
@@ -542,8 +558,10 @@ def _memory(x: HostCheckInput) -> HostCheck:
     problems = tuple(
         red(
             "SW5310",
-            f"{probed.host}: {probed.facts.memory_bytes / GIB:.0f} GiB of host memory, "
-            f"offloaded states take {needed / GIB:.0f}",
+            (
+                f"{probed.host} has {probed.facts.memory_bytes / GIB:.0f} GiB of host memory, but "
+                f"the offloaded states take {needed / GIB:.0f} GiB"
+            ),
             "Use more nodes, or compile with parallelism.offload: none.",
         )
         for probed in x.answers
@@ -576,10 +594,10 @@ def _build_tools(x: HostCheckInput) -> HostCheck:
         red(
             "SW5318",
             (
-                f"{probed.host}: no process there holds the build lock {path!r}, and a run would "
-                "wait for it for ever"
+                f"{probed.host}: no process holds the build lock {path!r}, so a run would wait "
+                "for ever"
             ),
-            f"Where no other host builds in that folder: `rm {path}` on {probed.host}.",
+            f"If no other host builds in that folder, run `rm {path}` on {probed.host}.",
         )
         for probed in x.answers
         for path in probed.facts.stale_build_locks

@@ -180,10 +180,7 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
             code = _launch(plan, folder, hostfile, attempt, lock)
             if port == MAX_PORT_ATTEMPTS or not port_was_taken(plan, folder / "run"):
                 break
-            print(
-                "another process took the port that was free a moment ago: starting again with "
-                "another one"
-            )
+            print("another process took the run's port: starting again with another port")
         return _conclude(plan, folder, attempt, code)
 
 
@@ -220,7 +217,10 @@ def run_alive_refusal(folder: Path) -> Refusal:
     return refusal(
         "SW6006",
         f"another `shardwright run` of {str(folder)!r} is alive",
-        "`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint.",
+        (
+            "`shardwright status` shows the run's state; `shardwright stop` saves a "
+            "checkpoint and ends the run."
+        ),
     )
 
 

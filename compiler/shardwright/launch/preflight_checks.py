@@ -90,7 +90,9 @@ def check_versions(plan: Plan) -> list[str]:
         try:
             planned, installed = plan.versions[name], metadata.version(name)
         except metadata.PackageNotFoundError:
-            text = f"planned with {name} {plan.versions[name]}, which is not installed here"
+            text = (
+                f"the plan was made with {name} {plan.versions[name]}, which is not installed here"
+            )
             help = (
                 f"Install {name} {plan.versions[name]}, or compile the recipe for another target."
             )
@@ -100,11 +102,14 @@ def check_versions(plan: Plan) -> list[str]:
             continue
         if SpecifierSet(tested).contains(Version(installed).base_version):
             warnings.append(
-                f"warning[SW6002]: planned with {name} {planned}, running with {installed} "
-                f"(tested: {tested})"
+                f"warning[SW6002]: the plan was made with {name} {planned}, but {installed} is "
+                f"installed (tested: {tested})"
             )
         else:
-            text = f"planned with {name} {planned}, but {installed} is installed (tested: {tested})"
+            text = (
+                f"the plan was made with {name} {planned}, but {installed} is installed (tested: "
+                f"{tested})"
+            )
             help = f"Install {name} {planned}, or compile the recipe again here."
             errors.append(Diagnostic(code="SW6002", message=text, help=help))
     if errors:
@@ -141,27 +146,29 @@ def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterat
     # Pods have a volume of their own, which need not be mounted here.
     if weights is not None and not launcher.has_separate_filesystem and not Path(weights).is_dir():
         help = (
-            "Bring them back (the plan names their revision where they came from the hub), or "
+            "Restore the folder (plan.json has the revision of weights from the hub), or "
             "compile again."
         )
         yield found(
-            "SW6007", None, f"the pretrained weights are gone: there is no folder {weights!r}", help
+            "SW6007",
+            None,
+            f"the pretrained weights are missing: there is no folder {weights!r}",
+            help,
         )
     if launcher.by_hand:
-        message = f"launch.launcher is {launcher.name}: nothing here can start the other nodes"
+        message = f"launch.launcher is {launcher.name}, which does not start the other nodes"
         help = (
-            f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash "
-            "launch.sh"
+            f"Run on each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node "
+            "0> bash launch.sh"
         )
         yield found("SW6005", None, message, help)
     if launcher.name == "local" and compiles_cpu_adam(plan):
         for path in stale_build_locks():
             text = (
-                f"DeepSpeed would wait for ever for the build lock {str(path)!r}, which no "
-                "process here holds"
+                f"no process holds the build lock {str(path)!r}, so DeepSpeed would wait for ever"
             )
             yield found(
-                "SW5318", None, text, f"Where no other host builds in that folder: `rm {path}`."
+                "SW5318", None, text, f"If no other host builds in that folder, run `rm {path}`."
             )
     yield from scheduler_errors(plan)
     yield from hostfile_errors(plan, folder, hostfile)
@@ -172,13 +179,13 @@ def scheduler_errors(plan: Plan) -> Iterator[Diagnostic]:
     name, program = launcher.name, launcher.program
     if program is not None and shutil.which(program, path=program_path()) is None:
         help = (
-            "Install it, start the run where there is one, or compile with another launcher "
-            f"than {name}."
+            f"Install `{program}`, start the run on a machine that has it, or compile with "
+            f"another launcher than {name}."
         )
         yield found(
             "SW6005",
             None,
-            f"launch.launcher is {name}, and there is no `{program}` command here",
+            f"launch.launcher is {name}, but this machine has no `{program}` command",
             help,
         )
     nodes = (
@@ -188,7 +195,7 @@ def scheduler_errors(plan: Plan) -> Iterator[Diagnostic]:
     )
     if nodes is not None and nodes != str(plan.nodes):
         message = (
-            f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}"
+            f"the {name.capitalize()} allocation has {nodes} nodes, but the plan needs {plan.nodes}"
         )
         help = (
             f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or "
@@ -204,13 +211,13 @@ def hostfile_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator
         if hostfile is not None:
             reaching = "` or `".join(row.name for row in LAUNCHERS.values() if row.uses_hostfile)
             where = (
-                f"given by {launcher.name}"
+                f"the nodes that {launcher.name} chooses"
                 if launcher.is_multi_node
                 else "the machine that `run` is started on"
             )
             help = f"Leave --hostfile out, or compile with `launcher: {reaching}`."
             yield found(
-                "SW6003", None, f"a hostfile has no use: where the ranks run is {where}", help
+                "SW6003", None, f"--hostfile cannot be used: the ranks run on {where}", help
             )
         return
     if hostfile is None and not compiled.is_file():
@@ -224,11 +231,13 @@ def hostfile_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         message = f"the hostfile {str(path)!r} cannot be read: {cause}"
-        yield found("SW6003", None, message, "Lines `name slots=N`, one a node.")
+        yield found(
+            "SW6003", None, message, "Write a text file with a line `name slots=N` for each node."
+        )
     if launcher.passes_path_unquoted and not SHELL_SAFE.fullmatch(str(folder.resolve())):
         message = (
-            f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it "
-            "does not quote"
+            f"{launcher.name} cannot pass on the folder's path {str(folder.resolve())!r}, "
+            f"because {launcher.name} does not quote paths"
         )
         help = (
             "Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on "
@@ -238,7 +247,7 @@ def hostfile_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator
 
 
 def missing_hostfile(plan: Plan) -> Diagnostic:
-    message = f"the plan is for {plan.nodes} nodes and no hostfile says which"
+    message = f"the plan needs {plan.nodes} nodes, but there is no hostfile"
     return found(
         "SW6003", None, message, "Give `--hostfile FILE` with a line `name slots=N` for each node."
     )

@@ -36,7 +36,9 @@ HEARTBEAT_LOST_SECONDS = 60.0
 RECENT_STEPS = 20
 """The pace is that of the last steps."""
 FINAL_STATUSES = ("done", "preempted", "failed")
-LOST_RUN_CAUSE = "it ended without a word: the machine went down, or its processes were killed"
+LOST_RUN_CAUSE = (
+    "the run stopped without an error message: the machine went down, or the processes were killed"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,7 @@ _SIGNALS = {
     -6: "aborted (signal 6)",
     -7: "bus error (signal 7): most often /dev/shm is full",
     -11: "segmentation fault (signal 11)",
-    -15: "ended by signal 15: somebody, or a scheduler, told it to end",
+    -15: "terminated (signal 15) by a user or a scheduler",
 }
 UNFINISHED_RUN_CODES = (
     "SW6301",
@@ -165,7 +167,9 @@ UNFINISHED_RUN_CODES = (
     "SW6317",
 )
 """Causes that end a training run; other codes refuse to start one."""
-RANK_LOST_CAUSE = "gone without a word: killed, or its host lost power or network"
+RANK_LOST_CAUSE = (
+    "lost without an error message: the rank was killed, or its host lost power or network"
+)
 
 
 def port_was_taken(plan: Plan, run: Path) -> bool:
@@ -223,16 +227,17 @@ def _report_without_cause(
     lost, ended = _SSH_FAILED.search(log), _SSH_ENDED.search(log)
     host = (lost[1] or lost[2]) if lost else ended[1] if ended else None
     if lost:
-        cause = f"host {host}: no ssh to it, or the connection broke"
-        help_text = f"Try `ssh {host} true`; `shardwright doctor` tries every host at once."
+        cause = f"host {host}: ssh cannot connect, or the connection broke"
+        help_text = f"Try `ssh {host} true`; `shardwright doctor` checks every host."
     elif signal := _signal_of(log) or _SIGNALS.get(launcher_code):
-        when = "" if PROGRESS in log else " while the run came up"
+        when = "" if PROGRESS in log else " while the run started"
         cause = f"a rank{f' on host {host}' if host else ''} was ended{when}: {signal}"
-        help_text = "A host with too little memory shows like this: see `dmesg` there."
+        help_text = "Check `dmesg` on the host: too little memory is the most common cause."
     else:
         on = f" on host {host}" if host else ""
         cause = (
-            f"`{engine_of(plan).program}`{on} ended with code {launcher_code} and no rank said why"
+            f"`{engine_of(plan).program}`{on} ended with code {launcher_code}, and no rank "
+            "reported an error"
         )
         help_text = "`shardwright doctor` compares the hosts' Python, packages and folders."
     lines = [
@@ -258,7 +263,7 @@ def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:
     there = "" if rank == 0 or log.exists() else f" (on host {host})"
     saved = published_steps(run.parent / plan.checkpoint.directory)
     resume = "continues from the newest checkpoint" if saved else "starts again"
-    return f"its output: {log}{there}\nwhen that is mended: `shardwright run {run.parent}` {resume}"
+    return f"its output: {log}{there}\nafter fixing it: `shardwright run {run.parent}` {resume}"
 
 
 def _memory_advice(plan: Plan, cause: str) -> str:
@@ -276,9 +281,9 @@ def _memory_advice(plan: Plan, cause: str) -> str:
     else:
         change = "objective=memory"
     return (
-        f"predicted: {memory.peak_bytes / 2**30:.1f} of {memory.capacity_bytes / 2**30:.1f} GiB on "
-        "the fullest rank\n"
-        f"needs less: compile with --set {change}; `shardwright plan` ranks the others"
+        f"predicted: {memory.peak_bytes / 2**30:.1f} of "
+        f"{memory.capacity_bytes / 2**30:.1f} GiB on the peak-memory rank\nneeds less: "
+        f"compile with --set {change}; `shardwright plan` ranks the others"
     )
 
 

@@ -164,8 +164,7 @@ def noise_scale_text(scale: NoiseScale) -> str:
         return f"too few measured steps for a noise scale yet: {ratio_of_means}"
     if scale.value is None:
         return (
-            f"no noise scale: over {ratio_of_means} the mean gradient does not stand out of "
-            "the noise"
+            f"no noise scale: over {ratio_of_means} the mean gradient cannot be told from the noise"
         )
     upper = "more" if scale.high is None else format_number(scale.high)
     about = (

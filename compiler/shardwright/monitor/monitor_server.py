@@ -141,7 +141,7 @@ class MonitorServer(threading.Thread):
             except BlockingIOError:
                 return
             except OSError as error:  # most often no descriptor is free
-                self._log_problem(f"cannot take a connection: {error}")
+                self._log_problem(f"cannot accept a connection: {error}")
                 if (
                     is_out_of_descriptors(error)
                     and (oldest := self._unauthenticated_peers.pop()) is not None
@@ -185,7 +185,7 @@ class MonitorServer(threading.Thread):
             hello = monitor_protocol.decode(handshake.hello)
             rank = hello.rank if isinstance(hello, monitor_protocol.Hello) else "?"
             self._log_problem(
-                f"a peer that calls itself rank {rank} does not have this run's token: dropped"
+                f"dropped a connection as rank {rank}: it does not have this run's token"
             )
             return False
         except OSError:
@@ -197,7 +197,8 @@ class MonitorServer(threading.Thread):
             return False
         if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._connected_ranks:
             self._log_problem(
-                f"a second peer calls itself rank {hello.rank}, or there is no such rank: dropped"
+                f"dropped a connection as rank {hello.rank}: that rank is connected already or "
+                "does not exist"
             )
             return False
         try:
@@ -261,7 +262,7 @@ class MonitorServer(threading.Thread):
         self._logged_problems += 1
         if self._logged_problems <= MAX_LOGGED_PROBLEMS:
             with contextlib.suppress(OSError):
-                print(f"hub: {text}", file=sys.stderr, flush=True)
+                print(f"monitor: {text}", file=sys.stderr, flush=True)
 
     def _schedule_shutdown(self) -> None:
         if not self._ends_at:
@@ -273,7 +274,9 @@ class MonitorServer(threading.Thread):
         first = first_failure(self._causes)
         if first is None:
             return
-        cause = (first.cause if isinstance(first, RankFailed) else "") or "went away without a word"
+        cause = (
+            first.cause if isinstance(first, RankFailed) else ""
+        ) or "lost without an error message"
         self._write_status(
             "failed", rank=first.rank, host=first.host, stage=first.stage, cause=cause
         )
@@ -302,10 +305,10 @@ class MonitorServer(threading.Thread):
         ranks = ", ".join(str(r.rank) for r in absent[:8]) + (", ..." if len(absent) > 8 else "")
         lines = ", ".join(map(str, nodes[:8])) + (", ..." if len(nodes) > 8 else "")
         text = (
-            f"rank {ranks} (host {lines} of the hostfile) not there after "
+            f"rank {ranks} (host {lines} of the hostfile) has not connected after "
             f"{JOIN_WARNING_SECONDS:.0f} s"
         )
-        emit(self.output, RunNotice(text=f"{text}; `shardwright doctor` tries every host"))
+        emit(self.output, RunNotice(text=f"{text}; `shardwright doctor` checks every host"))
 
     def _check_stall(self, now: float) -> None:
         if self._stacks is not None and (

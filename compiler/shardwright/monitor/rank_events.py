@@ -102,8 +102,8 @@ def stall_text(
         one = next(iter(stacks.values()))
         return (
             f"{since}every rank waits inside a collective ({one.current_collective} on rank "
-            f"{min(stacks)}), "
-            "so none is to blame: look at the network, and at run/ranks/*.stack"
+            f"{min(stacks)}), so no rank is the suspect: check the network, and see "
+            "run/ranks/*.stack"
         )
     parts = []
     for rank in blamed[:4]:
@@ -114,7 +114,11 @@ def stall_text(
             else "does not answer (stopped, or stuck in the driver)"
         )
         parts.append(f"rank {rank} on {hosts.get(rank, '?')} {what}")
-    verb = "waits for nobody and all wait for it" if len(blamed) == 1 else "wait for nobody"
+    verb = (
+        "waits in no collective, and all other ranks wait for it"
+        if len(blamed) == 1
+        else "wait in no collective"
+    )
     return f"{since}{'; '.join(parts)}: {verb}. Stacks: run/ranks/rank-*.stack"
 
 

@@ -91,7 +91,7 @@ class RankMonitor:
             token = token or find_token(self.folder, where)
             if token is None:
                 raise self._authentication_refusal(
-                    f"has no token of this run: it is not in {_token_location(where)}"
+                    f"has no token of this run in {_token_location(where)}"
                 )
             line = self._call(address, int(hub_port), token)
         except PermissionError as error:
@@ -138,10 +138,11 @@ class RankMonitor:
         return refusal(
             "SW6306",
             f"rank {self.rank} on {socket.gethostname()} {why}",
-            "Nodes that are started one by one and share no folder need the same "
-            f"{TOKEN_VARIABLE} in "
-            "their environment: any text that nobody can guess, such as `openssl rand -hex 32` "
-            "prints, made for the run.",
+            (
+                "Nodes that are started one by one without a shared folder need the same "
+                f"{TOKEN_VARIABLE} in their environment. Use a new random text for each run, such "
+                "as `openssl rand -hex 32` prints."
+            ),
         )
 
     def _unreachable(self, address: str, port: int, error: Exception) -> Refusal:
@@ -158,8 +159,8 @@ class RankMonitor:
                 f"{address}:{port}: {first}"
             )
             help = (
-                "`shardwright doctor` tries every host. Set launch.master_addr to an address "
-                "that all reach."
+                "`shardwright doctor` checks every host. Set launch.master_addr to an address "
+                "that every host reaches."
             )
         return refusal("SW6302", message, help)
 
@@ -215,8 +216,7 @@ class RankMonitor:
 
     def _on_output_closed(self) -> None:
         cause = (
-            "nobody reads the launcher's output any more: `run` was killed, or the connection "
-            "to it broke"
+            "the launcher's output has no reader: `run` was killed, or the connection to it broke"
         )
         if (
             self.rank == 0 and read_status(self.folder).status == "running"
@@ -232,12 +232,12 @@ class RankMonitor:
         host, stage = self._server_host, self.plan.ranks[0].pipeline
         emit(self.output, RankLost(rank=0, host=host, stage=stage))
         if self.rank == 1:  # where no `run` watches, somebody has to write it down
-            cause = "went away without a word"
+            cause = "lost without an error message"
             write_status(
                 self.folder, "failed", self.attempt, rank=0, host=host, stage=stage, cause=cause
             )
         time.sleep(GRACE_SECONDS)
-        self._end("rank 0 went away")
+        self._end("rank 0 is lost")
 
     def _dump(self) -> None:
         path = self.folder / "run" / "ranks" / f"rank-{self.rank:05d}.stack"

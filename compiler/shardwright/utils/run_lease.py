@@ -179,7 +179,7 @@ def _wait_for_heartbeat(
         EXPIRY_CONFIRMATION_SECONDS if age >= LEASE_EXPIRY_SECONDS else LEASE_EXPIRY_SECONDS - age
     )
     if say is not None:
-        say(f"waiting up to {seconds:.0f} s for a sign of life of the run on {state.owner.place}")
+        say(f"waiting up to {seconds:.0f} s for a heartbeat of the run on {state.owner.place}")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)

@@ -61,7 +61,7 @@ def write_secret(folder: Path, secret: bytes) -> None:
 def test_a_link_that_is_as_fast_as_planned(plan: Plan, tmp_path: Path) -> None:
     check = check_outer_store_link(plan, tmp_path, PLANNED)
     assert not check.problems and "0.001 planned; an outer step takes" in check.told
-    assert "10 planned, every 40 s; islands there: none" in check.told
+    assert "10 planned, every 40 s; connected islands: none" in check.told
 
 
 def test_a_slower_link_is_warned_of(plan: Plan, tmp_path: Path) -> None:

@@ -462,8 +462,7 @@ def test_connections_that_prove_nothing_keep_no_island_out(running: Callable[...
         [2.5, 2.5]
     ] * 2
     assert (
-        sum("left before it said who it is" in line for line in here.told)
-        <= MOST_LINES_OF_AN_ADDRESS
+        sum("closed before a valid hello" in line for line in here.told) <= MOST_LINES_OF_AN_ADDRESS
     )
     for each in crowd:
         each.close()

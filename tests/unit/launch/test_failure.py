@@ -57,7 +57,7 @@ def test_a_host_that_was_switched_off(
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        ("", "was ended while the run came up: killed (signal 9)"),
+        ("", "was ended while the run started: killed (signal 9)"),
         (f"{PROGRESS}{{}}\n", "was ended: killed (signal 9)"),
     ],
 )
@@ -76,11 +76,11 @@ def test_an_engine_without_a_launcher_ends_with_its_only_rank(
                 "b: ssh: connect to host b port 22: No route\npdsh@a: b: ssh exited with exit "
                 "code 255\n"
             ),
-            "host b: no ssh",
+            "host b: ssh cannot connect",
         ),
         (
             f"{KILLED}\npdsh@a: b: ssh exited with exit code 247\n",
-            "a rank on host b was ended while the run came up",
+            "a rank on host b was ended while the run started",
         ),
         (
             "b: No module named shardwright\npdsh@a: b: ssh exited with exit code 1\n",
@@ -88,9 +88,9 @@ def test_an_engine_without_a_launcher_ends_with_its_only_rank(
         ),
         (
             "RuntimeError: Using hostfile at /h but host=b was not reachable via ssh. If you\n",
-            "host b: no ssh to it",
+            "host b: ssh cannot connect",
         ),
-        ("nothing of use\n", "no rank said why"),
+        ("nothing of use\n", "no rank reported an error"),
     ],
 )
 def test_no_rank_could_speak(

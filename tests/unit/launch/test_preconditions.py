@@ -47,7 +47,7 @@ def test_what_a_plan_needs_beyond_the_usual_packages(
     facts = HostFacts(versions=versions, python=platform.python_version())
     for plan, expected in (
         (plain, []),
-        (flash, ["b: flash_attn is not installed, and the plan needs it"]),
+        (flash, ["b: flash_attn is not installed, but the plan needs it"]),
     ):
         answers = (
             ProbedHost(

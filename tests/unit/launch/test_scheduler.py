@@ -111,7 +111,7 @@ def test_slurm_says_what_is_wrong(
     assert checks["job"]["problems"] == [told]
     code, checks, _ = doctor({"slurm": {"partition": "small"}}, **SLURM)
     assert code == 1 and checks["partition"]["problems"] == [
-        "SW5315 partition small has 1 nodes, the plan 2"
+        "SW5315 partition small has 1 nodes, but the plan needs 2"
     ]
     down = "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1"
     code, checks, _ = doctor({"slurm": {}}, **{**SLURM, "sinfo": down})
@@ -125,7 +125,7 @@ def test_slurm_says_what_is_wrong(
 def test_slurm_that_is_not_here(doctor: Callable[..., Any]) -> None:
     code, checks, site = doctor({"slurm": {}})
     assert code == 1 and len(checks["commands"]["problems"]) == 4
-    assert checks["commands"]["problems"][0] == "SW5313 there is no `sbatch` command here"
+    assert checks["commands"]["problems"][0] == "SW5313 this machine has no `sbatch` command"
     assert site.called() == ""
 
 

@@ -88,7 +88,7 @@ class Ear:
         (self.folder / "run").mkdir(exist_ok=True)
         ranks.pop(2).close()
         for line in ranks.values():
-            assert end_of(line) == End(cause="rank 2 on host-2: went away without a word")
+            assert end_of(line) == End(cause="rank 2 on host-2: lost without an error message")
         (lost,) = self.events()
         assert isinstance(lost, RankLost) and (lost.rank, lost.host, lost.stage) == (2, "host-2", 1)
         status = json.loads((self.folder / "run" / "status.json").read_text())
@@ -297,7 +297,7 @@ def test_nothing_ends_the_thread(
     assert "RuntimeError: a mistake" in capsys.readouterr().err
     monkeypatch.setattr(hub_module, "write_status", full)
     ranks.pop(2).close()
-    assert end_of(ranks[0]) == End(cause="rank 2 on host-2: went away without a word")
+    assert end_of(ranks[0]) == End(cause="rank 2 on host-2: lost without an error message")
 
 
 class Exhausted(socket.socket):

@@ -64,7 +64,7 @@ def missing_programs(programs: tuple[str, ...], launcher: str) -> tuple[Diagnost
     return tuple(
         red(
             "SW5313",
-            f"there is no `{program}` command here",
+            f"this machine has no `{program}` command",
             (
                 "Run doctor where jobs are submitted, or compile with another launcher than "
                 f"{launcher}."
@@ -124,7 +124,8 @@ def submit_job(command: list[str], folder: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         raise submission_refusal(
-            f"{command[0]} did not answer in {SUBMIT_TIMEOUT_SECONDS:.0f} s", "Is the scheduler up?"
+            f"{command[0]} did not answer in {SUBMIT_TIMEOUT_SECONDS:.0f} s",
+            "Check that the scheduler is running.",
         ) from None
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[-300:] or f"exit code {done.returncode}"

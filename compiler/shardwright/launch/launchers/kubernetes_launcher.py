@@ -141,7 +141,7 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
     else:
         yield skipped_check(
             "job",
-            "no cluster was asked: rights, quota, the volume claim, the secret and the manifests",
+            "without a cluster: rights, quota, the volume claim, the secret and the manifests",
         )
     yield skipped_check(
         "pods",
@@ -167,7 +167,7 @@ def _rights(plan: Plan, where: tuple[str, ...]) -> HostCheck:
         red(
             "SW5315",
             f"you may not create {name}: {answer.said or 'no'}",
-            "Ask for the right, or another namespace.",
+            "Ask an administrator for the right, or use another namespace.",
         )
         for name, answer in answers.items()
         if answer.code != 0
@@ -188,7 +188,7 @@ def _dry_run(folder: Path) -> HostCheck:
             gone = f"kubectl delete -f launch/{path.name}"
             exists = "AlreadyExists" in answer.err
             help = (
-                f"An earlier one is in the way: `{gone}`."
+                f"Delete the earlier object first: `{gone}`."
                 if exists
                 else "Change launch.kubernetes, and compile again."
             )
@@ -219,7 +219,7 @@ def _objects(plan: Plan, where: tuple[str, ...]) -> Iterator[HostCheck]:
             problem = red(
                 "SW5315",
                 f"there is no {resource} {wanted!r}",
-                f"Make it, or set launch.kubernetes.{name}.",
+                f"Create the {name}, or change launch.kubernetes.{name}.",
             )
             yield HostCheck(name=name, told="", problems=(problem,))
         else:

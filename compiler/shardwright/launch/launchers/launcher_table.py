@@ -163,8 +163,8 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     launch, nodes, wrong = recipe.launch, recipe.cluster.nodes or 1, list[Diagnostic]()
     launcher = resolve_launcher(launch, nodes)
     if not launcher.is_multi_node and nodes > 1:
-        message = f"launch.launcher: {launcher.name} starts one node, the cluster has {nodes}"
-        help = f"Write `launcher: auto`: {MULTI_NODE_LAUNCHER} for several nodes."
+        message = f"launch.launcher: {launcher.name} starts one node, but the cluster has {nodes}"
+        help = f"Write `launcher: auto`, which takes {MULTI_NODE_LAUNCHER} for several nodes."
         valid = ("auto", *(row.name for row in LAUNCHERS.values() if row.is_multi_node))
         wrong.append(found("SW5206", "launch.launcher", message, help, valid))
     if launcher.scheduler and launch.hostfile is not None:
@@ -183,13 +183,13 @@ def unmounted_paths(plan: Plan) -> tuple[Diagnostic, ...]:
         mounted = tuple(mount.split(":")[1] for mount in slurm.container.mounts)
         where, help = (
             "launch.slurm.container.mounts",
-            "Add it there, or name the path as the container has it.",
+            "Add the path to the mounts, or write the path as the container has it.",
         )
     elif kubernetes is not None:
         mounted = (kubernetes.mount_path,)
         where, help = (
             "launch.kubernetes.mount_path",
-            "Bring it to the volume, and name it as the pods see it.",
+            "Copy the file or folder to the volume, and write the path as the pods have it.",
         )
     else:
         return ()
@@ -224,8 +224,10 @@ def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
     ]
     if launch.master_addr is not None:
         values.append((("launch", "master_addr"), launch.master_addr))
-    why = f"cannot pass through {launcher}, for which DeepSpeed does not quote"
-    help = "Letters, digits and _ @ % + = : , . / - can. Set other values in launch.setup_script."
+    why = f"cannot pass through {launcher}: DeepSpeed does not quote values for it"
+    help = (
+        "Use letters, digits and _ @ % + = : , . / - only. Set other values in launch.setup_script."
+    )
     return [
         found("SW5205", key, f"{'.'.join(key)}: {value!r} {why}", help)
         for key, value in values

@@ -47,7 +47,7 @@ def submit(plan: Plan, folder: Path, resume: str) -> None:
     job = re.fullmatch(r"(\d+)(;\S+)?", printed.strip().splitlines()[-1] if printed.strip() else "")
     if job is None:
         raise submission_refusal(
-            f"sbatch printed no job id: {printed.strip()[-200:]!r}", "Look for the job with squeue."
+            f"sbatch printed no job id: {printed.strip()[-200:]!r}", "Find the job with `squeue`."
         )
     print(f"submitted    job {job[1]}")
     print(f"watch        squeue -j {job[1]}")
@@ -87,10 +87,7 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
     yield _file_system(folder, shared=shared)
     yield skipped_check(
         "nodes",
-        (
-            "Slurm has yet to choose them. In an allocation (`salloc`, then doctor again) they "
-            "are tried"
-        ),
+        ("Slurm chooses them later. Inside an allocation (`salloc`) doctor checks them"),
     )
 
 
@@ -116,7 +113,7 @@ def _partition(plan: Plan, rows: str) -> HostCheck:
     ]
     nodes = sum(found.get(name, 0) for name in wanted.split(","))
     if not problems and nodes < plan.nodes:
-        text = f"partition {wanted} has {nodes} nodes, the plan {plan.nodes}"
+        text = f"partition {wanted} has {nodes} nodes, but the plan needs {plan.nodes}"
         problems.append(red("SW5315", text, "Compile for fewer nodes, or name another partition."))
     return HostCheck(name="partition", told=f"{wanted}: {nodes} nodes", problems=tuple(problems))
 
@@ -144,8 +141,8 @@ def _file_system(folder: Path, *, shared: bool) -> HostCheck:
     problems: tuple[Diagnostic, ...] = ()
     if shared and not kind.startswith(SHARED):
         text = (
-            f"{str(path)!r} is on {kind}, most likely a disk of this host; the job's nodes look at "
-            "the same path"
+            f"{str(path)!r} is on {kind}, most likely a disk of this host, but the job's "
+            "nodes read the same path"
         )
         help = "Compile onto, or copy the folder to, a file system that every node mounts."
         problems = (Diagnostic(code="SW5316", severity="warning", message=text, help=help),)
