@@ -102,7 +102,9 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
         partition.verify(len(problem.graph.layers))
         tensor_map.verify()
         plan = _build_plan(problem, inputs, estimate, partition, tensor_map)
-        islands = _lower_islands(plan, problem, inputs)
+        islands = tuple(
+            _lower_plan(island_plan(plan, k), problem, inputs)[1] for k in plan.island_numbers
+        )
         plan, files, warnings = _lower_plan(plan, problem, inputs)
         if islands:  # nothing is started from there
             files = {name: content for name, content in files.items() if not is_launch_file(name)}
@@ -244,13 +246,6 @@ def _balance(problem: Problem) -> PlanRouterAuxLoss | None:
     return PlanRouterAuxLoss(coefficient=coefficient, affinity=affinity)
 
 
-def _check_adapters(problem: Problem) -> None:
-    if problem.recipe.lora is not None:
-        from shardwright.models.model_probe import check_lora_adapters
-
-        check_lora_adapters(problem.graph, problem.recipe.lora)
-
-
 def _build_plan(
     problem: Problem,
     inputs: CompileInputs,
@@ -263,7 +258,10 @@ def _build_plan(
         problem.graph,
         ENGINES[problem.recipe.target],
     )
-    _check_adapters(problem)
+    if problem.recipe.lora is not None:
+        from shardwright.models.model_probe import check_lora_adapters
+
+        check_lora_adapters(problem.graph, problem.recipe.lora)
     if errors := (
         *check_training_data(recipe, graph),
         *check_checkpoint_folder(recipe.checkpoint.directory),
@@ -310,12 +308,6 @@ def with_checkpoint_interval(problem: Problem, estimate: Estimate) -> Recipe:
         every = -(-every // outer.every_steps) * outer.every_steps
     section = dataclasses.replace(recipe.checkpoint, every_steps=every)
     return dataclasses.replace(recipe, checkpoint=section)
-
-
-def _lower_islands(
-    plan: Plan, problem: Problem, inputs: CompileInputs
-) -> tuple[Mapping[str, bytes], ...]:
-    return tuple(_lower_plan(island_plan(plan, k), problem, inputs)[1] for k in plan.island_numbers)
 
 
 def _lower_plan(

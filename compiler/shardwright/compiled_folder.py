@@ -116,7 +116,21 @@ def check_output_folder(directory: Path) -> None:
                 raise refusal(
                     "SW5101", f"{str(directory)!r} is a link to nothing", "Remove the link."
                 )
-            _check_parent(directory)
+            # Refused at once, not after the compile.
+            nearest = next(path for path in directory.absolute().parents if path.exists())
+            if not nearest.is_dir():
+                raise refusal(
+                    "SW5101",
+                    f"{str(directory)!r} cannot be a folder: {str(nearest)!r} is a file",
+                    "Give -o another name.",
+                )
+            if not os.access(nearest, os.W_OK | os.X_OK):
+                raise refusal(
+                    "SW5103",
+                    f"{str(directory)!r} cannot be written: no permission to write in "
+                    f"{str(nearest)!r}",
+                    "Give -o a folder that you may write to.",
+                )
             return
         if not directory.is_dir():
             raise refusal(
@@ -141,7 +155,11 @@ def check_output_folder(directory: Path) -> None:
                     f"{str(path)!r} is not what compile wrote there",
                     "Remove it and compile again.",
                 )
-        if _run_is_alive(directory):
+        # `run` holds a lock on this host while its ranks live; on any host they hold a lease.
+        if (
+            is_locked_by_run(directory)
+            or live_owner(directory / RUN_DIRECTORY / "lease") is not None
+        ):
             raise refusal(
                 "SW5106",
                 f"a run of {str(directory)!r} is alive, and its ranks read these files",
@@ -171,31 +189,6 @@ def check_checkpoint_folder(directory: str) -> tuple[Diagnostic, ...]:
     return (found("SW5105", "checkpoint.directory", message, help),)
 
 
-def _check_parent(directory: Path) -> None:
-    """So that a path that cannot be is refused at once, not after the compile."""
-    nearest = next(path for path in directory.absolute().parents if path.exists())
-    if not nearest.is_dir():
-        raise refusal(
-            "SW5101",
-            f"{str(directory)!r} cannot be a folder: {str(nearest)!r} is a file",
-            "Give -o another name.",
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise refusal(
-            "SW5103",
-            f"{str(directory)!r} cannot be written: no permission to write in {str(nearest)!r}",
-            "Give -o a folder that you may write to.",
-        )
-
-
-def _run_is_alive(directory: Path) -> bool:
-    """Here `run` holds a lock for as long as its ranks live; on any host they, or rank 0 alone,
-    have a lease."""
-    return (
-        is_locked_by_run(directory) or live_owner(directory / RUN_DIRECTORY / "lease") is not None
-    )
-
-
 def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
     """A new folder appears whole, by one rename. In our own folder every file is replaced by one
     rename each, artifacts that are no longer made go, and everything else (run/, checkpoints,
@@ -209,13 +202,40 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
         # Inside the folder where it exists: a rename does not cross file systems, and the folder
         # may be a mount.
         parent = directory if directory.exists() else directory.parent
-        created = _make_parents(parent)
+        for path in reversed([p for p in (parent, *parent.parents) if not p.exists()]):
+            path.mkdir()
+            created.append(path)
         staged = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-        _write_staged(staged, files)
+        staged.mkdir()
+        for name, content in files.items():
+            path = staged / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            if name in EXECUTABLE_FILES:
+                mode = path.stat().st_mode
+                path.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
         with _signals_blocked():
             if parent is directory:
-                _replace_files(staged, directory, files)
-                _remove_stale(directory, files)
+                # The marker first: a folder that is cut off half way is still known as ours. The
+                # plan last.
+                (directory / PLAN_FILE).unlink(missing_ok=True)
+                for name in sorted(
+                    files, key=lambda name: (name != MARKER, name == PLAN_FILE, name)
+                ):
+                    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(staged / name, directory / name)
+                shutil.rmtree(staged)
+                kept_roots = {name.split("/")[0] for name in files}
+                for root in ARTIFACT_ROOTS:
+                    path = directory / root
+                    if root not in kept_roots and path.is_dir():
+                        shutil.rmtree(path)
+                    elif root not in kept_roots:
+                        path.unlink(missing_ok=True)
+                    elif path.is_dir():
+                        for child in path.iterdir():
+                            if f"{root}/{child.name}" not in files and not child.is_dir():
+                                child.unlink()
             else:
                 os.rename(staged, directory)
     except BaseException as error:  # Ctrl-C leaves nothing behind either
@@ -253,50 +273,6 @@ def _signals_blocked() -> Iterator[None]:
 def _has_marker(directory: Path) -> bool:
     marker = directory / MARKER
     return marker.is_file() and marker.read_bytes() == MARKER_TEXT
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    made = []
-    for path in reversed(missing):
-        path.mkdir()
-        made.append(path)
-    return made
-
-
-def _write_staged(staged: Path, files: Mapping[str, bytes]) -> None:
-    staged.mkdir()
-    for name, content in files.items():
-        path = staged / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        if name in EXECUTABLE_FILES:
-            mode = path.stat().st_mode
-            path.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
-
-
-def _replace_files(staged: Path, directory: Path, files: Mapping[str, bytes]) -> None:
-    # The marker first: a folder that is cut off half way is still known as ours. The plan last (see
-    # write_folder).
-    (directory / PLAN_FILE).unlink(missing_ok=True)
-    for name in sorted(files, key=lambda name: (name != MARKER, name == PLAN_FILE, name)):
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staged / name, directory / name)
-    shutil.rmtree(staged)
-
-
-def _remove_stale(directory: Path, files: Mapping[str, bytes]) -> None:
-    kept_roots = {name.split("/")[0] for name in files}
-    for root in ARTIFACT_ROOTS:
-        path = directory / root
-        if root not in kept_roots and path.is_dir():
-            shutil.rmtree(path)
-        elif root not in kept_roots:
-            path.unlink(missing_ok=True)
-        elif path.is_dir():
-            for child in path.iterdir():
-                if f"{root}/{child.name}" not in files and not child.is_dir():
-                    child.unlink()
 
 
 def _os_refusal(directory: Path, error: OSError) -> Refusal:
@@ -355,16 +331,6 @@ def read_folder(folder: Path) -> CompiledFolder:
     """Errors: SW6001 no compiled folder; SW3321, SW3322 its recipe or model is not the plan's;
     those of the recipe."""
     plan = load_plan(folder)
-    recipe = _recipe(folder, plan)
-    graph = _graph(folder, plan)
-    cluster = resolve_cluster(recipe.cluster)
-    layout, estimate = price_planned_layout(
-        Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy, plan.boundaries
-    )
-    return CompiledFolder(folder=folder, plan=plan, recipe=recipe, layout=layout, estimate=estimate)
-
-
-def _recipe(folder: Path, plan: Plan) -> Recipe:
     path = folder / RECIPE
     if not path.is_file():
         raise _mismatch("SW3321", f"{str(folder)!r} has no {RECIPE}")
@@ -389,7 +355,7 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
     if plan.training.gradient_accumulation_dtype != accumulation_dtype(training):
         dtype = plan.training.gradient_accumulation_dtype
         training = dataclasses.replace(training, gradient_accumulation_dtype=dtype)
-    return dataclasses.replace(
+    recipe = dataclasses.replace(
         with_resolved_kernels(recipe_for_engine(recipe, engine_of(plan)), plan.model.kernels),
         training=training,
         cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
@@ -397,16 +363,6 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
         data=None if recipe.data is None else _with_plan_paths(recipe.data, plan.data),
         validation=held_out,
     )
-
-
-def _with_plan_paths(data: DataSection, plan: DataSection) -> DataSection:
-    parts = tuple(_with_plan_paths(*each) for each in zip(data.mixture, plan.mixture, strict=True))
-    return dataclasses.replace(data, path=plan.path, mixture=parts)
-
-
-def _graph(folder: Path, plan: Plan) -> ModelGraph:
-    """Return the graph that `compile` left in the folder. Nothing is traced, so no torch and no
-    model code runs."""
     try:
         graph = read_graph(folder)
         config = json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
@@ -418,7 +374,16 @@ def _graph(folder: Path, plan: Plan) -> ModelGraph:
         raise _mismatch(
             "SW3322", f"the model of {str(folder)!r} is not the one that plan.json was compiled for"
         )
-    return graph
+    cluster = resolve_cluster(recipe.cluster)
+    layout, estimate = price_planned_layout(
+        Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy, plan.boundaries
+    )
+    return CompiledFolder(folder=folder, plan=plan, recipe=recipe, layout=layout, estimate=estimate)
+
+
+def _with_plan_paths(data: DataSection, plan: DataSection) -> DataSection:
+    parts = tuple(_with_plan_paths(*each) for each in zip(data.mixture, plan.mixture, strict=True))
+    return dataclasses.replace(data, path=plan.path, mixture=parts)
 
 
 def _mismatch(code: str, message: str) -> Refusal:

@@ -114,7 +114,7 @@ class LayerRunner:
             nn.init.normal_(parameter, std=0.02)
         self.skeleton.release({id(p) for p in model.parameters()}, device, dtype)
         self.model = model
-        self.loss = _loss(plan, group)
+        self.loss = CausalLoss(group, 0) if plan.tensor_parallel.vocabulary_sizes else CausalLoss()
 
     @contextmanager
     def recomputing(self, choice: Checkpointing) -> Iterator[None]:
@@ -203,10 +203,6 @@ class LayerRunner:
 def _state(out: State | torch.Tensor) -> State:
     assert isinstance(out, State)
     return out
-
-
-def _loss(plan: Plan, group: dist.ProcessGroup) -> CausalLoss:
-    return CausalLoss(group, 0) if plan.tensor_parallel.vocabulary_sizes else CausalLoss()
 
 
 def _count_storage(tensor: torch.Tensor, saved: dict[int, int], own: set[int]) -> torch.Tensor:

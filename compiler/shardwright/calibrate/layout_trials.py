@@ -155,7 +155,13 @@ def _tried(
         limit = LAUNCH_SECONDS + MAX_SLOWDOWN * predicted * (steps + WARM_UP_STEPS)
         seconds, peak, why = launch(folder / "out", steps + WARM_UP_STEPS, limit)
         if len(seconds) > WARM_UP_STEPS:
-            run = _figures(problem, estimate, seconds[WARM_UP_STEPS:], peak)
+            factor = measured_over_predicted(problem.recipe, problem.graph, estimate.strategy)
+            run = RunMeasurement(
+                pins=estimate.strategy.pins(),
+                step_seconds=step_seconds_figure(seconds[WARM_UP_STEPS:]),
+                predicted_step_seconds=estimate.time.step_seconds / factor,
+                peak_bytes=peak,
+            )
     except Refusal as refused:
         first = refused.diagnostics[0]
         why = f"{first.code}: {first.message}"
@@ -163,18 +169,6 @@ def _tried(
         shutil.rmtree(folder, ignore_errors=True)
     return LayoutTrial(
         estimate=estimate, predicted_seconds=predicted, is_baseline=is_baseline, run=run, why=why
-    )
-
-
-def _figures(
-    problem: Problem, estimate: Estimate, seconds: Sequence[float], peak: int | None
-) -> RunMeasurement:
-    factor = measured_over_predicted(problem.recipe, problem.graph, estimate.strategy)
-    return RunMeasurement(
-        pins=estimate.strategy.pins(),
-        step_seconds=step_seconds_figure(seconds),
-        predicted_step_seconds=estimate.time.step_seconds / factor,
-        peak_bytes=peak,
     )
 
 

@@ -169,7 +169,12 @@ def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
     if isinstance(section.gpu, str):
         if section.gpu in gpus:
             return ()
-        near = _nearest(section.gpu, tuple(gpus))
+        names = tuple(gpus)
+        lowered = section.gpu.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+        same_chip = [n for n in names if n.startswith(lowered.split("-")[0])]
+        near = tuple(
+            dict.fromkeys([*same_chip, *difflib.get_close_matches(lowered, names, n=3, cutoff=0.5)])
+        )[:3]
         help = f"Did you mean `{near[0]}`? " if near else ""
         help += f"Use one of {', '.join(gpus)}, or describe the GPU inline: "
         help += "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}."
@@ -184,13 +189,3 @@ def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
     return (
         found("SW3002", "cluster.gpu.peak_tflops", "peak_tflops of the inline GPU is empty", help),
     )
-
-
-def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return entries of the same or a longer chip name ("h100" -> "h100-sxm-80gb"), then close
-    spellings."""
-    lowered = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
-    same_chip = [n for n in names if n.startswith(lowered.split("-")[0])]
-    return tuple(
-        dict.fromkeys([*same_chip, *difflib.get_close_matches(lowered, names, n=3, cutoff=0.5)])
-    )[:3]

@@ -54,7 +54,11 @@ def serve_outer_store(folder: Path, bind: str | None) -> int:
         code = _serve(store, listener)
     finally:
         rounds.close()
-        _discard_output()
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if store.failure is not None:
         raise _rounds_file_refusal(
             folder, store.failure, "the outer step that was under way is not made"
@@ -84,15 +88,6 @@ def _print_line(line: str) -> None:
     read its output."""
     with contextlib.suppress(OSError, ValueError):
         print(line, flush=True)
-
-
-def _discard_output() -> None:
-    """Drop output that cannot be printed, which must not change the store's exit code."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _serve(store: OuterStore, listener: socket.socket) -> int:

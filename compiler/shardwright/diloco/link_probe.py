@@ -103,7 +103,12 @@ def measure_link(address: str, secret: bytes, digest: str, connections: int) -> 
             links.append(_connected(address, secret))
             links[-1].send_document(FrameKind.PROBE, {"plan": digest, "is_first": len(links) == 1})
         told, *_ = [_probed(link) for link in links]
-        trip = _round_trip(links[0])
+        trips = []
+        for _ in range(ROUND_TRIPS):
+            began = time.monotonic()
+            _request(links[0], 0, 0)
+            trips.append(time.monotonic() - began)
+        trip = statistics.median(trips)
         return MeasuredLink(
             has_same_plan=told.get("has_same_plan") is True,
             connected_islands=tuple(int(number) for number in told.get("here", ())),
@@ -152,15 +157,6 @@ def _request_all(
     pool: ThreadPoolExecutor, links: list[AuthenticatedChannel], up: int, down: int
 ) -> None:
     list(pool.map(lambda link: _request(link, up, down), links))
-
-
-def _round_trip(link: AuthenticatedChannel) -> float:
-    trips = []
-    for _ in range(ROUND_TRIPS):
-        began = time.monotonic()
-        _request(link, 0, 0)
-        trips.append(time.monotonic() - began)
-    return statistics.median(trips)
 
 
 def _rate(links: list[AuthenticatedChannel], trip: float, *, is_up: bool) -> float:
@@ -223,14 +219,6 @@ def check_outer_store_link(plan: Plan, folder: Path, planned: PlannedLink) -> Ho
         return _failed(
             red("SW6316", f"the outer store at {address} was started for another plan", help)
         )
-    return _compare_with_recipe(str(plan.launch.outer_store), measured, planned)
-
-
-def _failed(*problems: Diagnostic) -> HostCheck:
-    return HostCheck(name=NAME, told="", problems=problems)
-
-
-def _compare_with_recipe(address: str, measured: MeasuredLink, planned: PlannedLink) -> HostCheck:
     slowest = min(measured.up_bytes_per_second, measured.down_bytes_per_second) * 8 / 1e9
     up, down = (
         gbits(rate) for rate in (measured.up_bytes_per_second, measured.down_bytes_per_second)
@@ -258,3 +246,7 @@ def _compare_with_recipe(address: str, measured: MeasuredLink, planned: PlannedL
     return HostCheck(
         name=NAME, told=told, problems=(found("SW5312", None, message, help, severity="warning"),)
     )
+
+
+def _failed(*problems: Diagnostic) -> HostCheck:
+    return HostCheck(name=NAME, told="", problems=problems)

@@ -119,14 +119,11 @@ class MasterShard:
         if self._replica_group is None:
             return whole
         alone, shared, each = self._bounds()
-        first = min(shared, each * self._replica_index())
+        at = self._plan.ranks[self._rank]
+        first = min(shared, each * (at.data * self._plan.strategy.context + at.context))
         return torch.cat(
             [whole[:alone], whole[alone + first : alone + min(shared, first + each)]], out=out
         )
-
-    def _replica_index(self) -> int:
-        at = self._plan.ranks[self._rank]
-        return at.data * self._plan.strategy.context + at.context
 
     def _gather_replicated(self, own: torch.Tensor) -> torch.Tensor:
         """Collective. `own` itself, not a copy, where that is all."""
@@ -356,7 +353,15 @@ class DiLoCoOuterStep:
                 step = landed.done
         if self.outer.is_due(step, self._last) and self.base != step:
             if self._overlaps(step):
-                self._start_overlapped_round(step)
+                began = time.monotonic()
+                deltas, names = self._deltas(), self._state_names()
+                future = self._connections.start_in_thread(
+                    lambda link: self._exchange_on_this_rank(link, step, deltas, names)
+                )
+                self._mixing_step = self._overlap_end_step(step)
+                self._overlapped_round = _OverlappedRound(
+                    step=step, deltas=deltas, future=future, seconds=time.monotonic() - began
+                )
             else:
                 yield self._record(self._run_outer_step(step))
 
@@ -378,18 +383,6 @@ class DiLoCoOuterStep:
         began = time.monotonic()
         result = self._apply_exchange(self._exchange(step, self._deltas()), step)
         return replace(result, seconds=time.monotonic() - began)
-
-    def _start_overlapped_round(self, step: int) -> None:
-        """Collective. Begins a round that goes on by itself."""
-        began = time.monotonic()
-        deltas, names = self._deltas(), self._state_names()
-        future = self._connections.start_in_thread(
-            lambda link: self._exchange_on_this_rank(link, step, deltas, names)
-        )
-        self._mixing_step = self._overlap_end_step(step)
-        self._overlapped_round = _OverlappedRound(
-            step=step, deltas=deltas, future=future, seconds=time.monotonic() - began
-        )
 
     def _finish_overlapped_round(self, step: int) -> OuterStepResult | None:
         """Collective. Waits for the round that is on its way, and mixes its result in. None where
@@ -429,10 +422,26 @@ class DiLoCoOuterStep:
         """Collective. step: that the weights are at."""
         answer, self._overlapped_round = outcome.answer, None
         if answer.kind == FrameKind.RECEIVE:
-            self._use_state(answer.step, outcome.updates, outcome.taken)
+            self._anchor, self._momentum = (
+                outcome.taken.pop(ANCHOR, outcome.taken[MASTER]),
+                outcome.taken.pop(MOMENTUM, None),
+            )
+            for state, own in outcome.taken.items():
+                self._master_shard.write(state, own)
+            self._trainer.finish_restore(
+                self._overlap_end_step(answer.step),
+                OptimizerCounters(updates=outcome.updates, loss_scale=None),
+            )
+            self.base, self._mixing_step = answer.step, None
             step = self._overlap_end_step(answer.step)
         else:
-            self._move_anchor(outcome.means)
+            # SGD with Nesterov momentum as torch.optim.SGD has it, or the average.
+            if self._momentum is None or self.outer.lr is None or self.outer.momentum is None:
+                self._anchor -= outcome.means
+            else:
+                self._momentum.mul_(self.outer.momentum).add_(outcome.means)
+                self._anchor.sub_(outcome.means, alpha=self.outer.lr)
+                self._anchor.sub_(self._momentum, alpha=self.outer.lr * self.outer.momentum)
             self.base, self._receivers = answer.step, outcome.receivers
             self._mixing_step = (
                 self._overlap_end_step(answer.step) if self._overlaps(answer.step) else None
@@ -516,7 +525,10 @@ class DiLoCoOuterStep:
             self._sent = _buffer_like(self._sent, deltas.numel(), torch.bfloat16)
             deltas = self._sent.copy_(deltas)
         flags: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(flags, _is_finite(deltas))
+        # One pass, which makes no other tensor.
+        dist.all_gather_object(
+            flags, deltas.numel() == 0 or all(bool(end.isfinite()) for end in deltas.aminmax())
+        )
         if not all(flags):
             raise refusal(
                 "SW6317",
@@ -532,15 +544,6 @@ class DiLoCoOuterStep:
             )
         return deltas
 
-    def _move_anchor(self, mean: torch.Tensor) -> None:
-        """SGD with Nesterov momentum as torch.optim.SGD has it, or the average."""
-        if self._momentum is None or self.outer.lr is None or self.outer.momentum is None:
-            self._anchor -= mean
-        else:
-            self._momentum.mul_(self.outer.momentum).add_(mean)
-            self._anchor.sub_(mean, alpha=self.outer.lr)
-            self._anchor.sub_(self._momentum, alpha=self.outer.lr * self.outer.momentum)
-
     def _mix(self, step: int) -> None:
         """Collective. What the islands made of the weights before the overlap, into what this one
         has made since."""
@@ -554,7 +557,19 @@ class DiLoCoOuterStep:
         self._master_shard.write(MASTER, own)
         self._trainer.finish_restore(step, self._trainer.counters())
         if self._receivers:
-            self._give_state()
+            # Islands that are behind take this state. A connection that breaks here is noticed at
+            # the next outer step.
+            kept = {ANCHOR: self._anchor} | (
+                {} if self._momentum is None else {MOMENTUM: self._momentum}
+            )
+            parts = (
+                kept[name] if name in kept else self._master_shard.own(name)
+                for name in self._state_names()
+            )
+            with contextlib.suppress(ChannelError):
+                self._connections.link.send_state(
+                    (_bytes(part) for part in parts), self._trainer.counters().updates
+                )
         self._receivers = []
 
     # Another island's state.
@@ -563,32 +578,6 @@ class DiLoCoOuterStep:
         """The same on every rank and island: the master first."""
         more = {ANCHOR: self.outer.overlap_steps > 0, MOMENTUM: self._momentum is not None}
         return [*self._master_shard.state_names(), *(name for name, has in more.items() if has)]
-
-    def _give_state(self) -> None:
-        """Send this rank's state to islands that are behind. A connection that breaks here is
-        noticed at the next outer step."""
-        kept = {ANCHOR: self._anchor} | (
-            {} if self._momentum is None else {MOMENTUM: self._momentum}
-        )
-        parts = (
-            kept[name] if name in kept else self._master_shard.own(name)
-            for name in self._state_names()
-        )
-        with contextlib.suppress(ChannelError):
-            self._connections.link.send_state(
-                (_bytes(part) for part in parts), self._trainer.counters().updates
-            )
-
-    def _use_state(self, step: int, updates: int, taken: dict[str, torch.Tensor]) -> None:
-        """Collective. Of an island that has made the outer step of `step`, and the steps that
-        overlap it."""
-        self._anchor, self._momentum = taken.pop(ANCHOR, taken[MASTER]), taken.pop(MOMENTUM, None)
-        for state, own in taken.items():
-            self._master_shard.write(state, own)
-        self._trainer.finish_restore(
-            self._overlap_end_step(step), OptimizerCounters(updates=updates, loss_scale=None)
-        )
-        self.base, self._mixing_step = step, None
 
     # The store.
 
@@ -636,11 +625,6 @@ def _buffer_like(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.
         if (buffer.numel(), buffer.dtype) == (numel, dtype)
         else torch.empty(numel, dtype=dtype)
     )
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether every element is finite, in one pass that makes no other tensor."""
-    return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
 
 
 @dataclass(slots=True, kw_only=True)

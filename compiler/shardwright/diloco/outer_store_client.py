@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
-from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
+from shardwright.diagnostics import Refusal, found, refusal
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
-    AuthenticatedChannel,
     FrameKind,
     document_of,
     open_channel,
@@ -82,9 +81,16 @@ class Link:
         silent = 2 * silence_limit_seconds(deadline_seconds)
         keep_alive(connection, silent)
         try:
-            self._channel = self._authenticate(
-                connection, secret, place, min(within, HANDSHAKE_SECONDS)
+            channel = open_channel(
+                connection, secret, as_store=False, within=min(within, HANDSHAKE_SECONDS)
             )
+            channel.send_document(FrameKind.HELLO, asdict(place))
+            kind, _, payload = channel.receive()
+            if kind == FrameKind.REFUSED:
+                raise _refused(payload)
+            if kind != FrameKind.WELCOME:
+                raise ChannelError(f"an unexpected {kind.name}")
+            self._channel = channel
         except WrongSecret:
             connection.close()
             raise RefusedByStore(
@@ -99,19 +105,6 @@ class Link:
     def heard(self) -> float:
         """Return when the store's last bytes came, by the monotonic clock."""
         return self._channel.heard
-
-    @staticmethod
-    def _authenticate(
-        connection: socket.socket, secret: bytes, place: IslandRank, within: float
-    ) -> AuthenticatedChannel:
-        channel = open_channel(connection, secret, as_store=False, within=within)
-        channel.send_document(FrameKind.HELLO, asdict(place))
-        kind, _, payload = channel.receive()
-        if kind == FrameKind.REFUSED:
-            raise _refused(payload)
-        if kind != FrameKind.WELCOME:
-            raise ChannelError(f"an unexpected {kind.name}")
-        return channel
 
     def arrive(self, *, base: int, step: int, is_due: bool, size: int, check: int) -> RoundReply:
         """Waits as long as the store says that it is to."""
@@ -368,7 +361,14 @@ class OuterStoreConnections:
         failed = [each for each in everyone if each is not None]
         for code, why in failed:
             if code:
-                raise Refusal(_store_refusal(code, why))
+                raise Refusal(
+                    found(
+                        code,
+                        None,
+                        f"the outer store rejects this island: {why}",
+                        _REFUSED.get(code, ""),
+                    )
+                )
         self._last_error = failed[0][1] if failed else ""
         return None if failed else mine
 
@@ -385,7 +385,3 @@ _REFUSED = {
     ),
     "SW6319": "Stop one of the two runs: only one may train an island.",
 }
-
-
-def _store_refusal(code: str, why: str) -> Diagnostic:
-    return found(code, None, f"the outer store rejects this island: {why}", _REFUSED.get(code, ""))

@@ -120,7 +120,14 @@ class OuterStore:
             except OSError as error:
                 if listener.fileno() < 0:
                     return
-                self._make_room(error)
+                # Errors of one connection, such as a peer that is gone already, end nothing.
+                if (
+                    is_out_of_descriptors(error)
+                    and (oldest := self._unauthenticated.pop()) is not None
+                ):
+                    shutdown_connection(oldest)
+                self._log_rejected("", f"warning: cannot accept a connection: {error}")
+                time.sleep(RETRY_SECONDS)
                 continue
             for crowded_out in self._unauthenticated.add(connection, address[0]):
                 shutdown_connection(crowded_out)
@@ -133,14 +140,6 @@ class OuterStore:
                 connection.close()
                 self._log_rejected("", f"a connection from {address[0]} is rejected: {error}")
                 time.sleep(RETRY_SECONDS)
-
-    def _make_room(self, error: OSError) -> None:
-        """After accept() has failed. Errors of one connection, such as a peer that is gone already,
-        end nothing."""
-        if is_out_of_descriptors(error) and (oldest := self._unauthenticated.pop()) is not None:
-            shutdown_connection(oldest)
-        self._log_rejected("", f"warning: cannot accept a connection: {error}")
-        time.sleep(RETRY_SECONDS)
 
     def _authenticate(self, connection: socket.socket, address: tuple[str, int]) -> None:
         until = time.monotonic() + HANDSHAKE_SECONDS
@@ -247,31 +246,38 @@ class OuterStore:
         while True:
             kind, tag, payload = link.receive()
             if kind == FrameKind.BYE:
-                if document_of(payload).get("done"):
-                    with self._change:
+                with self._change:
+                    if document_of(payload).get("done"):
                         self._done.add(island.number)
                         self.membership.finish()
-                self._await_last_rank(island, rank)
+                    island.left.add(rank)
+                    self._change.notify_all()
+                    # What another rank of the island still passes on is not cut short.
+                    self._change.wait_for(
+                        lambda: len(island.left) == self.membership.world or bool(island.dropped)
+                    )
                 return
             if kind == FrameKind.ARRIVE:
                 decision = self._wait_for_decision(link, island, rank, document_of(payload))
-                self._send_decision(link, island, rank, decision)
+                found = decision.round
+                if decision.kind == FrameKind.GO or found is None:
+                    link.send(FrameKind.GO)
+                elif decision.kind == FrameKind.EXCHANGE:
+                    members = [i.number for i in found.members]
+                    link.send_document(
+                        FrameKind.EXCHANGE, {"members": members, "step": found.step}, found.attempt
+                    )
+                    threading.Thread(
+                        target=self._send_means, args=(link, island, rank, found), daemon=True
+                    ).start()
+                else:
+                    self._wait_for_state(link, island, rank, found)
             elif kind == FrameKind.STATE or kind == FrameKind.STATE_END:
                 self._forward_state(island, rank, kind, payload)
             elif kind == FrameKind.DELTA:
                 self._deposit(island, rank, tag, payload)
             else:
                 raise ChannelError(f"an unexpected {kind.name}")
-
-    def _await_last_rank(self, island: Island, rank: int) -> None:
-        """Until the island has left with every rank: what one of them still passes on is not cut
-        short."""
-        with self._change:
-            island.left.add(rank)
-            self._change.notify_all()
-            self._change.wait_for(
-                lambda: len(island.left) == self.membership.world or bool(island.dropped)
-            )
 
     def _wait_for_decision(
         self, link: AuthenticatedChannel, island: Island, rank: int, told: dict[str, Any]
@@ -327,23 +333,6 @@ class OuterStore:
                 gone = self.membership.stalled_members()
             for island, why in gone:
                 self._drop(island, why)
-
-    def _send_decision(
-        self, link: AuthenticatedChannel, island: Island, rank: int, decision: RoundDecision
-    ) -> None:
-        found = decision.round
-        if decision.kind == FrameKind.GO or found is None:
-            link.send(FrameKind.GO)
-        elif decision.kind == FrameKind.EXCHANGE:
-            members = [i.number for i in found.members]
-            link.send_document(
-                FrameKind.EXCHANGE, {"members": members, "step": found.step}, found.attempt
-            )
-            threading.Thread(
-                target=self._send_means, args=(link, island, rank, found), daemon=True
-            ).start()
-        else:
-            self._wait_for_state(link, island, rank, found)
 
     def _deposit(self, island: Island, rank: int, attempt: int, payload: bytearray) -> None:
         found = self.membership.round

@@ -416,27 +416,24 @@ class Membership:
             if island not in same:  # it takes a member's state, as if it were behind
                 for arrival in island.arrivals.values():
                     arrival.base = -1
-        self._start(same)
-        return [
-            (i, f"it has not arrived at the outer step for {self.deadline:g} s") for i in waited
-        ]
-
-    def _start(self, members: list[Island]) -> None:
-        sizes = {rank: a.size for rank, a in members[0].arrivals.items()}
+        sizes = {rank: a.size for rank, a in same[0].arrivals.items()}
         chunk_means = {
-            rank: ChunkMeans([i.number for i in members], chunk_sizes(size), self.precision)
+            rank: ChunkMeans([i.number for i in same], chunk_sizes(size), self.precision)
             for rank, size in sizes.items()
         }
         self.attempts += 1
         self.round = OuterRound(
             attempt=self.attempts,
-            step=members[0].first.step,
-            members=tuple(members),
+            step=same[0].first.step,
+            members=tuple(same),
             chunk_means=chunk_means,
             began=time.monotonic(),
         )
-        for island in members:
+        for island in same:
             island.decision = RoundDecision(kind=FrameKind.EXCHANGE, round=self.round)
+        return [
+            (i, f"it has not arrived at the outer step for {self.deadline:g} s") for i in waited
+        ]
 
     def stalled_members(self) -> list[tuple[Island, str]]:
         """Members of the round that bring nothing any more, and hold the others up."""

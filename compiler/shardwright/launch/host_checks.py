@@ -228,10 +228,24 @@ def check_hosts(
     mark = f".doctor-{secrets.token_hex(8)}"
     (folder / "run").mkdir(exist_ok=True)
     (folder / "run" / mark).touch()
+    inputs = [
+        plan.model.weights_path,
+        None if plan.data.path in BUILT_IN_DATASETS else plan.data.path,
+    ]
+    request = ProbeRequest(
+        folder=str(folder.resolve()),
+        checkpoints=plan.checkpoint.directory,
+        mark=mark,
+        cpu=plan.is_cpu,
+        inputs=tuple(path for path in inputs if path is not None),
+        port=plan.launch.master_port,
+        environment=_environment(plan),
+        builds=compiles_cpu_adam(plan),
+    )
     probes = [Probe(host, reach=reach) for host in hosts]
     try:
         for probe in probes:
-            probe.ask(_probe_request(plan, folder, mark))
+            probe.ask(request)
         for probe in probes:
             probe.wait("facts", end - LIMIT_SECONDS + FACTS_SECONDS)
         answered = [probe for probe in probes if probe.result.received]
@@ -243,8 +257,33 @@ def check_hosts(
             digest=digest(folder, plan.checkpoint.directory),
         )
         silent = [probe.result for probe in probes if not probe.result.received]
-        checks = [_reachability(silent, len(probes), reach)]
-        if answered:  # of hosts that say nothing nothing is well
+        command = {"ssh": "ssh {} true", "srun": "srun --overlap --nodelist={} true"}.get(reach, "")
+        problems = tuple(
+            red(
+                "SW5301",
+                f"{probed.host}: {probed.problem}",
+                (
+                    "Install shardwright and its packages on that host, at the same path as on "
+                    "this machine."
+                )
+                if "No such file" in probed.problem or "No module" in probed.problem
+                else (
+                    f"`{command.format(probed.host)}` must work from this host without a prompt, "
+                    "within a few seconds."
+                )
+                if command
+                else "The host may be too busy to import the packages in time. Try again later.",
+            )
+            for probed in silent
+        )
+        checks = [
+            HostCheck(
+                name="this machine" if reach == "local" else reach,
+                told=f"{len(probes)} of {len(probes)} hosts answer",
+                problems=problems,
+            )
+        ]
+        if answered:  # an unreachable host is never reported as ok
             checks.extend(
                 check(x)
                 for check in (*CHECKS, *([_build_tools] if compiles_cpu_adam(x.plan) else []))
@@ -272,23 +311,6 @@ def _environment(plan: Plan) -> dict[str, str]:
     }
 
 
-def _probe_request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
-    inputs = [
-        plan.model.weights_path,
-        None if plan.data.path in BUILT_IN_DATASETS else plan.data.path,
-    ]
-    return ProbeRequest(
-        folder=str(folder.resolve()),
-        checkpoints=plan.checkpoint.directory,
-        mark=mark,
-        cpu=plan.is_cpu,
-        inputs=tuple(path for path in inputs if path is not None),
-        port=plan.launch.master_port,
-        environment=_environment(plan),
-        builds=compiles_cpu_adam(plan),
-    )
-
-
 def _engine(x: HostCheckInput) -> HostCheck:
     """Tell which engine runs, and whether it was ever tested on GPUs."""
     named = engine_of(x.plan)
@@ -302,30 +324,6 @@ def _engine(x: HostCheckInput) -> HostCheck:
         else named.title
     )
     return HostCheck(name="engine", told=told, checked=not untried)
-
-
-def _reachability(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
-    command = {"ssh": "ssh {} true", "srun": "srun --overlap --nodelist={} true"}.get(reach, "")
-    problems = tuple(
-        red(
-            "SW5301",
-            f"{probed.host}: {probed.problem}",
-            (
-                "Install shardwright and its packages on that host, at the same path as on this "
-                "machine."
-            )
-            if "No such file" in probed.problem or "No module" in probed.problem
-            else (
-                f"`{command.format(probed.host)}` must work from this host without a prompt, "
-                "within a few seconds."
-            )
-            if command
-            else "The host may be too busy to import the packages in time. Try again later.",
-        )
-        for probed in silent
-    )
-    name = "this machine" if reach == "local" else reach
-    return HostCheck(name=name, told=f"{count} of {count} hosts answer", problems=problems)
 
 
 def _versions(x: HostCheckInput) -> HostCheck:
@@ -462,7 +460,8 @@ def _devices(x: HostCheckInput) -> HostCheck:
 
 
 def _disk(x: HostCheckInput) -> HostCheck:
-    needed = _checkpoint_bytes(x.plan)
+    states = OPTIMIZERS[x.plan.optimizer.name].state_bytes
+    needed = x.plan.model.total_parameters * (element_bytes(x.plan.training.precision) + states)
     problems = []
     for probed in x.answers:
         free = probed.facts.free_bytes
@@ -487,12 +486,6 @@ def _disk(x: HostCheckInput) -> HostCheck:
         told=f"room for a checkpoint of {needed / GIB:.1f} GiB",
         problems=tuple(problems),
     )
-
-
-def _checkpoint_bytes(plan: Plan) -> int:
-    """Bytes of the weights in the compute type and of the optimizer's states."""
-    states = OPTIMIZERS[plan.optimizer.name].state_bytes
-    return plan.model.total_parameters * (element_bytes(plan.training.precision) + states)
 
 
 def _clocks(x: HostCheckInput) -> HostCheck:

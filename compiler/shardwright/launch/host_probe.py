@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -148,19 +148,6 @@ TRANSPORTS = ("local", "ssh", "srun")
 allocation."""
 
 
-def _srun(host: str) -> list[str]:
-    """A step beside others on that node, with what the allocation has there."""
-    return [
-        "srun",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={host}",
-        "--overlap",
-        "--cpu-bind=none",
-        "--quiet",
-    ]
-
-
 class Probe:
     """A running probe."""
 
@@ -174,8 +161,11 @@ class Probe:
         remote = ["env", *values, sys.executable, "-P", "-m", "shardwright.launch.host_probe"]
         ssh = ["ssh", *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")), "-oBatchMode=yes"]
         ssh += [f"-oConnectTimeout={CONNECT_SECONDS}", host, "exec " + shlex.join(remote)]
+        # A step beside others on that node, with what the allocation has there.
+        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
+        srun = [*step, "--cpu-bind=none", "--quiet", *remote]
         self._process = subprocess.Popen(
-            {"local": remote, "ssh": ssh, "srun": [*_srun(host), *remote]}[reach],
+            {"local": remote, "ssh": ssh, "srun": srun}[reach],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -205,7 +195,12 @@ class Probe:
                 timeout=max(0.0, deadline - time.monotonic()),
             )
         if not self._has(kind) and not self.result.problem:
-            self.result.problem = self._end_cause() if self._ended else "no answer within the limit"
+            if not self._ended:
+                self.result.problem = "no answer within the limit"
+            elif self._errors:
+                self.result.problem = self._errors[-1]
+            else:
+                self.result.problem = f"ended with code {self._process.returncode}"
 
     def close(self) -> None:
         self._process.kill()
@@ -240,9 +235,6 @@ class Probe:
             line.rstrip() for line in self._process.stderr if not _SSH_NOISE.search(line)
         )
 
-    def _end_cause(self) -> str:
-        return self._errors[-1] if self._errors else f"ended with code {self._process.returncode}"
-
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
 PACKAGES = tuple(
@@ -259,7 +251,35 @@ ANSWER_PREFIX = "@shardwright-probe "
 def main() -> int:
     request = msgspec.json.decode(sys.stdin.readline(), type=ProbeRequest)
     os.environ.update(request.environment)
-    _answer(host_facts_to_json(_facts(request)))
+    folder = Path(request.folder)
+    checkpoints = folder / request.checkpoints
+    existing = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
+    # DeepSpeed takes the first address of hostname -I for the master's.
+    with os.popen("hostname -I 2>/dev/null") as answer:
+        words = answer.read().split()
+    _answer(
+        host_facts_to_json(
+            HostFacts(
+                time=time.time(),
+                hostname=socket.gethostname(),
+                python=platform.python_version(),
+                versions={name: _version(name) for name in PACKAGES},
+                digest=digest(folder, request.checkpoints),
+                sees_marker=(folder / "run" / request.mark).exists(),
+                interfaces=tuple(name for _, name in socket.if_nameindex()),
+                address=words[0] if words else None,
+                devices=_devices(cpu=request.cpu),
+                busy=() if request.cpu else tuple(_gpus_in_use()),
+                free_bytes=shutil.disk_usage(existing).free,
+                writable=os.access(existing, os.W_OK | os.X_OK),
+                memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                absent=tuple(path for path in request.inputs if not glob.glob(path)),
+                free_port=_free_port(request.port),
+                missing_tools=_missing_tools() if request.builds else (),
+                stale_build_locks=tuple(map(str, stale_build_locks())) if request.builds else (),
+            )
+        )
+    )
     for line in sys.stdin:
         meeting = msgspec.json.decode(line, type=RendezvousRequest)
         try:
@@ -274,31 +294,6 @@ def main() -> int:
 
 def _answer(message: JsonObject) -> None:
     print(ANSWER_PREFIX + json.dumps(message), flush=True)
-
-
-def _facts(request: ProbeRequest) -> HostFacts:
-    folder = Path(request.folder)
-    checkpoints = folder / request.checkpoints
-    existing = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
-    return HostFacts(
-        time=time.time(),
-        hostname=socket.gethostname(),
-        python=platform.python_version(),
-        versions={name: _version(name) for name in PACKAGES},
-        digest=digest(folder, request.checkpoints),
-        sees_marker=(folder / "run" / request.mark).exists(),
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
-        address=_first_address(),
-        devices=_devices(cpu=request.cpu),
-        busy=() if request.cpu else tuple(_gpus_in_use()),
-        free_bytes=shutil.disk_usage(existing).free,
-        writable=os.access(existing, os.W_OK | os.X_OK),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        absent=tuple(path for path in request.inputs if not glob.glob(path)),
-        free_port=_free_port(request.port),
-        missing_tools=_missing_tools() if request.builds else (),
-        stale_build_locks=tuple(map(str, stale_build_locks())) if request.builds else (),
-    )
 
 
 def _missing_tools() -> tuple[str, ...]:
@@ -342,23 +337,18 @@ def digest(folder: Path, checkpoints: str) -> str | None:
     if not (folder / "plan.json").is_file():
         return None
     total = hashlib.sha256()
-    for path in _compiled_files(folder, (*WRITTEN_BY_RUNS, checkpoints.split("/")[0])):
+    roots = [
+        path
+        for path in folder.iterdir()
+        if path.name not in (*WRITTEN_BY_RUNS, checkpoints.split("/")[0])
+    ]
+    files = [file for root in roots for file in ((root,) if root.is_file() else root.rglob("*"))]
+    for path in sorted(
+        path for path in files if path.is_file() and "__pycache__" not in path.parts
+    ):
         total.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
         total.update(path.read_bytes())
     return total.hexdigest()
-
-
-def _compiled_files(folder: Path, left_out: Iterable[str]) -> list[Path]:
-    roots = [path for path in folder.iterdir() if path.name not in left_out]
-    files = [file for root in roots for file in ((root,) if root.is_file() else root.rglob("*"))]
-    return sorted(path for path in files if path.is_file() and "__pycache__" not in path.parts)
-
-
-def _first_address() -> str | None:
-    """Return the address that DeepSpeed takes for the master's: the first of `hostname -I`."""
-    with os.popen("hostname -I 2>/dev/null") as answer:
-        words = answer.read().split()
-    return words[0] if words else None
 
 
 def _devices(*, cpu: bool) -> int:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -181,7 +180,14 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
             if port == MAX_PORT_ATTEMPTS or not port_was_taken(plan, folder / "run"):
                 break
             print("another process took the run's port: starting again with another port")
-        return _conclude(plan, folder, attempt, code)
+        # The launcher's exit code proves nothing: it is 0 when launch.py dies by a signal.
+        status = read_status(folder)
+        if status.attempt == attempt and status.status in ("done", "preempted"):
+            print(f"{status.status} at step {status.step} of {plan.training.steps}")
+            print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
+            print(f"checkpoints  {folder / plan.checkpoint.directory}")
+            return 0
+        return report_failure(plan, folder, attempt, code)
 
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:
@@ -230,19 +236,6 @@ def command(plan: Plan, hostfile: Path | None) -> list[str]:
     return ["bash", "launch.sh", *([str(hostfile.resolve())] if hostfile else [])]
 
 
-def _environment() -> dict[str, str]:
-    """launch.sh does the rest: what the ranks need stands there."""
-    return {
-        "PYTHONWARNINGS": "ignore::FutureWarning",  # of torch, about DeepSpeed's calls
-        **os.environ,
-        "PATH": program_path(),
-        "PDSH_SSH_ARGS_APPEND": (
-            f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}"
-        ).strip(),
-        "MASTER_PORT": str(free_port()),
-    }
-
-
 def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock: int) -> int:
     """Streams until the launcher ends. SIGUSR1 and SIGTERM ask the ranks to save and stop."""
 
@@ -265,7 +258,15 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
     process = subprocess.Popen(
         command(plan, hostfile),
         cwd=folder,
-        env=_environment(),
+        env={
+            "PYTHONWARNINGS": "ignore::FutureWarning",  # of torch, about DeepSpeed's calls
+            **os.environ,
+            "PATH": program_path(),
+            "PDSH_SSH_ARGS_APPEND": (
+                f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}"
+            ).strip(),
+            "MASTER_PORT": str(free_port()),
+        },
         pass_fds=[lock],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -281,7 +282,12 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
             raise KeyboardInterrupt
         return code
     except KeyboardInterrupt:
-        _interrupt(process, plan)
+        # Under pdsh, which would answer a signal with a remote pkill, the ranks end once their
+        # output has no reader.
+        is_remote = LAUNCHERS[plan.launch.launcher].ranks_outlive_launcher
+        end_processes(
+            [process], signal.SIGKILL if is_remote else signal.SIGTERM, INTERRUPT_GRACE_SECONDS
+        )
         write_status(folder, "failed", attempt, rank=None, cause="interrupted")
         raise
     finally:
@@ -294,8 +300,10 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
     assert process.stdout is not None
     kill_timer: threading.Timer | None = None
     blot = secret_redactor(plan.launch.env_from)
+    path = folder / "run" / "launcher.log"
+    path.unlink(missing_ok=True)  # an earlier version left it readable to all
     with (
-        _open_private(folder / "run" / "launcher.log") as file,
+        os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
         TrainingProgress(plan.training.steps) as progress,
     ):
         for text in map(blot, process.stdout):
@@ -316,34 +324,6 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
                 progress.note(text.rstrip())
     if kill_timer is not None:
         kill_timer.cancel()
-
-
-def _open_private(path: Path) -> TextIO:
-    """Empty and open for writing, readable by this user alone, also where an earlier version left
-    it to all."""
-    path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w")
-
-
-def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
-    """End every rank: here the launcher does it; under pdsh, which would answer a signal with a
-    remote pkill, the ranks do, once their output has no reader."""
-    is_remote = LAUNCHERS[plan.launch.launcher].ranks_outlive_launcher
-    end_processes(
-        [process], signal.SIGKILL if is_remote else signal.SIGTERM, INTERRUPT_GRACE_SECONDS
-    )
-
-
-def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:
-    """The launcher's exit code alone proves nothing (it is 0 when launch.py dies by a signal): the
-    marker does."""
-    status = read_status(folder)
-    if status.attempt == attempt and status.status in ("done", "preempted"):
-        print(f"{status.status} at step {status.step} of {plan.training.steps}")
-        print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
-        print(f"checkpoints  {folder / plan.checkpoint.directory}")
-        return 0
-    return report_failure(plan, folder, attempt, code)
 
 
 # `run --detach`: the same command in a session of its own, which no terminal and no ssh session

@@ -193,7 +193,34 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     events = read_events(log.splitlines())
     first = first_failure(events)
     if first is None:
-        return _report_without_cause(plan, folder, attempt, log, launcher_code)
+        # No rank reported a failure: ssh does not reach a host, or a rank died before it connected.
+        lost, ended = _SSH_FAILED.search(log), _SSH_ENDED.search(log)
+        host = (lost[1] or lost[2]) if lost else ended[1] if ended else None
+        if lost:
+            cause = f"host {host}: ssh cannot connect, or the connection broke"
+            help_text = f"Try `ssh {host} true`; `shardwright doctor` checks every host."
+        elif signal := _signal_of(log) or _SIGNALS.get(launcher_code):
+            when = "" if PROGRESS in log else " while the run started"
+            cause = f"a rank{f' on host {host}' if host else ''} was ended{when}: {signal}"
+            help_text = "Check `dmesg` on the host: too little memory is the most common cause."
+        else:
+            on = f" on host {host}" if host else ""
+            cause = (
+                f"`{engine_of(plan).program}`{on} ended with code {launcher_code}, and no rank "
+                "reported an error"
+            )
+            help_text = "`shardwright doctor` compares the hosts' Python, packages and folders."
+        lines = [
+            line
+            for line in log.splitlines()
+            if host is None or line.startswith((f"{host}:", "pdsh@"))
+        ]
+        tail = "\n".join((lines or log.splitlines())[-15:])
+        _print_error(
+            "SW6301", cause, f"{help_text}\nthe end of {folder / 'run' / 'launcher.log'}:\n{tail}"
+        )
+        write_status(folder, "failed", attempt, rank=None, host=host, code="SW6301", cause=cause)
+        return 3
     rank = first.rank
     where: dict[str, str | int | None] = {"host": first.host, "stage": first.stage}
     named = f"rank {rank} (stage {first.stage}, host {first.host}): "
@@ -217,38 +244,6 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     if code != "SW6006":  # else the folder, and its status, are another run's
         write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
     return 3 if code in UNFINISHED_RUN_CODES else 1
-
-
-def _report_without_cause(
-    plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int
-) -> int:
-    """Report a failure that no rank told of: ssh does not reach a host, or a rank died before it
-    connected."""
-    lost, ended = _SSH_FAILED.search(log), _SSH_ENDED.search(log)
-    host = (lost[1] or lost[2]) if lost else ended[1] if ended else None
-    if lost:
-        cause = f"host {host}: ssh cannot connect, or the connection broke"
-        help_text = f"Try `ssh {host} true`; `shardwright doctor` checks every host."
-    elif signal := _signal_of(log) or _SIGNALS.get(launcher_code):
-        when = "" if PROGRESS in log else " while the run started"
-        cause = f"a rank{f' on host {host}' if host else ''} was ended{when}: {signal}"
-        help_text = "Check `dmesg` on the host: too little memory is the most common cause."
-    else:
-        on = f" on host {host}" if host else ""
-        cause = (
-            f"`{engine_of(plan).program}`{on} ended with code {launcher_code}, and no rank "
-            "reported an error"
-        )
-        help_text = "`shardwright doctor` compares the hosts' Python, packages and folders."
-    lines = [
-        line for line in log.splitlines() if host is None or line.startswith((f"{host}:", "pdsh@"))
-    ]
-    tail = "\n".join((lines or log.splitlines())[-15:])
-    _print_error(
-        "SW6301", cause, f"{help_text}\nthe end of {folder / 'run' / 'launcher.log'}:\n{tail}"
-    )
-    write_status(folder, "failed", attempt, rank=None, host=host, code="SW6301", cause=cause)
-    return 3
 
 
 def _signal_of(log: str) -> str | None:

@@ -319,45 +319,40 @@ class _Rank:
         """Run one instruction or one group of messages; return False where the rank waits or is
         done."""
         if self.waiting is not None:
-            return self._receive(self.waiting)
+            arrived = [m.arrived for m in self.waiting if m.arrived is not None]
+            if len(arrived) < len(self.waiting):
+                return False
+            stop = max([self.now, *arrived])
+            if self.waiting:
+                started = min(m.started for m in self.waiting if m.started is not None)
+                self.exchanged.append(
+                    MessageWait(
+                        ready_seconds=self.now,
+                        start_seconds=max(self.now, started),
+                        stop_seconds=stop,
+                    )
+                )
+            self.now, self.waiting = stop, None
+            return True
         if self.at == len(self.program):
             return False
         step = self.program[self.at]
         self.at += 1
         if isinstance(step, Instruction):
-            self._compute(step)
+            start, stage = self.now, self.stages[step.phase]
+            self.now += self.seconds[step.name][stage]
+            self.done.append(
+                ComputeInterval(
+                    name=step.name,
+                    stage=stage,
+                    micro_batch=step.micro_batch,
+                    start_seconds=start,
+                    stop_seconds=self.now,
+                )
+            )
         else:
             self.waiting = [links.post(self.number, self.now, message) for message in step]
         return True
-
-    def _receive(self, pending: list[_Message]) -> bool:
-        """Return whether all messages have arrived."""
-        arrived = [m.arrived for m in pending if m.arrived is not None]
-        if len(arrived) < len(pending):
-            return False
-        stop = max([self.now, *arrived])
-        if pending:
-            started = min(m.started for m in pending if m.started is not None)
-            self.exchanged.append(
-                MessageWait(
-                    ready_seconds=self.now, start_seconds=max(self.now, started), stop_seconds=stop
-                )
-            )
-        self.now, self.waiting = stop, None
-        return True
-
-    def _compute(self, step: Instruction) -> None:
-        start, stage = self.now, self.stages[step.phase]
-        self.now += self.seconds[step.name][stage]
-        self.done.append(
-            ComputeInterval(
-                name=step.name,
-                stage=stage,
-                micro_batch=step.micro_batch,
-                start_seconds=start,
-                stop_seconds=self.now,
-            )
-        )
 
 
 def message_groups(

@@ -125,7 +125,17 @@ def balanced_contiguous_boundaries(costs: tuple[int, ...], stages: int) -> tuple
     """
     layers = len(costs)
     sums = [0, *itertools.accumulate(costs)]
-    limit = _least_slowest(costs, stages)
+
+    def is_enough(limit: int) -> bool:
+        used, load = 1, 0
+        for cost in costs:
+            if load + cost > limit:
+                used, load = used + 1, 0
+            load += cost
+        return used <= stages
+
+    least = max(costs)
+    limit = least + bisect.bisect_left(range(least, sum(costs)), True, key=is_enough)
     # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages.
     best: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
     best[0] = (0, (0,))
@@ -145,25 +155,6 @@ def balanced_contiguous_boundaries(costs: tuple[int, ...], stages: int) -> tuple
     last = best[layers]
     assert last is not None, "the limit came from a split that exists"
     return last[1]
-
-
-def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
-    """Return the least possible slowest stage, by bisection with a greedy check.
-
-    A greedy split may use fewer stages; splitting one of them further never makes the slowest
-    slower.
-    """
-
-    def is_enough(limit: int) -> bool:
-        used, load = 1, 0
-        for cost in costs:
-            if load + cost > limit:
-                used, load = used + 1, 0
-            load += cost
-        return used <= stages
-
-    least = max(costs)
-    return least + bisect.bisect_left(range(least, sum(costs)), True, key=is_enough)
 
 
 @functools.lru_cache(maxsize=1024)

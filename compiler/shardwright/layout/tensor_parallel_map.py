@@ -56,7 +56,13 @@ def tensor_parallel_map(
     if errors:
         raise Refusal(errors[0])
     styles = dict(graph.tensor_parallel_styles) if degree > 1 else {}
-    modules = _owners(graph)
+    modules: dict[str, list[Parameter]] = {}
+    seen: set[str] = set()
+    for layer in graph.layers:
+        for parameter in layer.parameters:
+            if parameter.name not in seen:
+                seen.add(parameter.name)
+                modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
     splits: list[ModuleSharding] = []
     for module, parameters in modules.items():
         cut = tuple(split_parameter(graph, p, degree, padded=padded) for p in parameters)
@@ -90,7 +96,14 @@ def with_unsplit_experts(graph: ModelGraph, tensor_map: TensorParallelMap) -> Te
     """Return the map with unsharded experts on each tensor rank."""
     experts = expert_modules(graph)
     modules = [
-        replace(m, style="replicated", parameters=tuple(_unsplit(p) for p in m.parameters))
+        replace(
+            m,
+            style="replicated",
+            parameters=tuple(
+                (ParameterSharding(name=p.name, shape=p.shape, dimension=None, blocks=(), sizes=()))
+                for p in m.parameters
+            ),
+        )
         if m.module in experts
         else m
         for m in tensor_map.modules
@@ -98,24 +111,6 @@ def with_unsplit_experts(graph: ModelGraph, tensor_map: TensorParallelMap) -> Te
     return replace(
         tensor_map, modules=tuple(modules), sharded_fraction=_sharded_fraction(graph, modules)
     )
-
-
-def _unsplit(split: ParameterSharding) -> ParameterSharding:
-    return ParameterSharding(
-        name=split.name, shape=split.shape, dimension=None, blocks=(), sizes=()
-    )
-
-
-def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:
-    """Map each module to the parameters that it owns, each listed once, in model order."""
-    modules: dict[str, list[Parameter]] = {}
-    seen: set[str] = set()
-    for layer in graph.layers:
-        for parameter in layer.parameters:
-            if parameter.name not in seen:
-                seen.add(parameter.name)
-                modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
-    return modules
 
 
 def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSharding]) -> float:
@@ -317,15 +312,15 @@ def divisibility_errors(graph: ModelGraph, degree: int) -> tuple[Diagnostic, ...
     for c in counts:
         if not c.allows(degree) and c.code not in errors:
             message = f"tensor {degree} does not divide the model's {c.count} {c.name}"
+            valid = [d for d in range(1, 4 * degree) if all(c.allows(d) for c in counts)]
             errors[c.code] = found(
-                c.code, "parallelism.tensor", message, _HELP[c.code], _nearest_valid(counts, degree)
+                c.code,
+                "parallelism.tensor",
+                message,
+                _HELP[c.code],
+                tuple(str(d) for d in sorted(sorted(valid, key=lambda d: abs(d - degree))[:3])),
             )
     return tuple(errors[code] for code in sorted(errors))
-
-
-def _nearest_valid(counts: tuple[DivisibilityConstraint, ...], degree: int) -> tuple[str, ...]:
-    valid = [d for d in range(1, 4 * degree) if all(c.allows(d) for c in counts)]
-    return tuple(str(d) for d in sorted(sorted(valid, key=lambda d: abs(d - degree))[:3]))
 
 
 _HELP = {

@@ -165,13 +165,36 @@ class MonitorServer(threading.Thread):
             if not self._authenticate(peer):
                 self._close_connection(peer)
             return
+        rank, stage = peer.hello.rank, self.plan.ranks[peer.hello.rank].pipeline
         lines = peer.lines.read()
         for line in lines or ():
-            self._handle_message(peer, peer.hello.rank, monitor_protocol.decode(line))
+            # A kind that a rank may not send is ignored.
+            match monitor_protocol.decode(line):
+                case monitor_protocol.StepDone(step=step):
+                    before = min(self._steps.values(), default=-1)
+                    self._steps[rank] = step
+                    if min(self._steps.values()) > before:
+                        self._last_progress = time.monotonic()
+                        if self._dumped_at:
+                            self._dumped_at = 0.0
+                            self._write_status("running")
+                case monitor_protocol.StackReport(stack=stack):
+                    if self._stacks is not None:
+                        self._stacks[rank] = stack
+                case monitor_protocol.Failed(cause=cause):
+                    peer.explained_its_exit = True
+                    failed = RankFailed(rank=rank, host=peer.hello.host, stage=stage, cause=cause)
+                    self._causes.append(failed)
+                    self._schedule_shutdown()
+                case monitor_protocol.Bye():
+                    peer.explained_its_exit = True
         if lines is None:
             self._close_connection(peer)
             if not peer.explained_its_exit:
-                self._report_lost_rank(peer.hello)
+                lost = RankLost(rank=rank, host=peer.hello.host, stage=stage, pid=peer.hello.pid)
+                self._causes.append(lost)
+                emit(self.output, lost)
+                self._schedule_shutdown()
 
     def _authenticate(self, peer: _RankConnection) -> bool:
         """Continue the handshake with what has arrived. Return whether the peer may stay."""
@@ -214,34 +237,6 @@ class MonitorServer(threading.Thread):
             delete_token(self.folder)
         return True
 
-    def _handle_message(
-        self, peer: _RankConnection, rank: int, message: monitor_protocol.Message | None
-    ) -> None:
-        """Handle a message of an authenticated rank. A kind that a rank may not send is ignored."""
-        match message:
-            case monitor_protocol.StepDone(step=step):
-                self._advance(rank, step)
-            case monitor_protocol.StackReport(stack=stack):
-                if self._stacks is not None:
-                    self._stacks[rank] = stack
-            case monitor_protocol.Failed(cause=cause):
-                peer.explained_its_exit = True
-                host = None if peer.hello is None else peer.hello.host
-                stage = self.plan.ranks[rank].pipeline
-                self._causes.append(RankFailed(rank=rank, host=host, stage=stage, cause=cause))
-                self._schedule_shutdown()
-            case monitor_protocol.Bye():
-                peer.explained_its_exit = True
-
-    def _advance(self, rank: int, step: int) -> None:
-        before = min(self._steps.values(), default=-1)
-        self._steps[rank] = step
-        if min(self._steps.values()) > before:
-            self._last_progress = time.monotonic()
-            if self._dumped_at:
-                self._dumped_at = 0.0
-                self._write_status("running")
-
     def _close_connection(self, peer: _RankConnection) -> None:
         self._unauthenticated_peers.remove(peer)
         if peer.hello is not None:
@@ -249,13 +244,6 @@ class MonitorServer(threading.Thread):
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
-
-    def _report_lost_rank(self, hello: monitor_protocol.Hello) -> None:
-        stage = self.plan.ranks[hello.rank].pipeline
-        lost = RankLost(rank=hello.rank, host=hello.host, stage=stage, pid=hello.pid)
-        self._causes.append(lost)
-        emit(self.output, lost)
-        self._schedule_shutdown()
 
     def _log_problem(self, text: str) -> None:
         """Print a problem on rank 0's own output, a limited number of times."""
@@ -315,7 +303,22 @@ class MonitorServer(threading.Thread):
             len(self._stacks) == len(self._peers) or now - self._dumped_at > STACK_TIMEOUT_SECONDS
         ):
             stacks, self._stacks = self._stacks, None
-            self._report_stall(stacks)
+            hosts = {
+                rank: peer.hello.host
+                for rank, peer in self._peers.items()
+                if peer.hello is not None
+            }
+            blamed = suspect_ranks(stacks, set(hosts))
+            text = stall_text(stacks, blamed, hosts, STALL_SECONDS)
+            emit(self.output, RunStalled(ranks=tuple(blamed), text=text))
+            first = blamed[0] if blamed else None
+            self._write_status(
+                "running",
+                stalled=text,
+                rank=first,
+                host=hosts.get(first) if first is not None else None,
+                stage=self.plan.ranks[first].pipeline if first is not None else None,
+            )
         elif (
             not self._dumped_at
             and not self._ends_at
@@ -324,22 +327,6 @@ class MonitorServer(threading.Thread):
         ):
             self._dumped_at, self._stacks = now, {}
             self._broadcast(monitor_protocol.Dump())
-
-    def _report_stall(self, stacks: dict[int, RankStack]) -> None:
-        hosts = {
-            rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None
-        }
-        blamed = suspect_ranks(stacks, set(hosts))
-        text = stall_text(stacks, blamed, hosts, STALL_SECONDS)
-        emit(self.output, RunStalled(ranks=tuple(blamed), text=text))
-        first = blamed[0] if blamed else None
-        self._write_status(
-            "running",
-            stalled=text,
-            rank=first,
-            host=hosts.get(first) if first is not None else None,
-            stage=self.plan.ranks[first].pipeline if first is not None else None,
-        )
 
 
 def open_server(address: str) -> socket.socket:

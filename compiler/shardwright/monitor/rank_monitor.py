@@ -101,7 +101,23 @@ class RankMonitor:
             RuntimeError,
             ValueError,
         ) as error:  # torch's network errors are RuntimeErrors
-            raise self._unreachable(address, port, error) from None
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if self.rank == 0:
+                message = f"rank 0 cannot listen on {address}:{port}: {first}"
+                help = (
+                    "Set launch.master_port to a free port of that host, and launch.master_addr to "
+                    "an address of it."
+                )
+            else:
+                message = (
+                    f"rank {self.rank} on {socket.gethostname()} cannot reach rank 0 at "
+                    f"{address}:{port}: {first}"
+                )
+                help = (
+                    "`shardwright doctor` checks every host. Set launch.master_addr to an address "
+                    "that every host reaches."
+                )
+            raise refusal("SW6302", message, help) from None
         self._connection = line
 
     def _start_server(self, address: str) -> str:
@@ -144,25 +160,6 @@ class RankMonitor:
                 "as `openssl rand -hex 32` prints."
             ),
         )
-
-    def _unreachable(self, address: str, port: int, error: Exception) -> Refusal:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if self.rank == 0:
-            message = f"rank 0 cannot listen on {address}:{port}: {first}"
-            help = (
-                "Set launch.master_port to a free port of that host, and launch.master_addr to "
-                "an address of it."
-            )
-        else:
-            message = (
-                f"rank {self.rank} on {socket.gethostname()} cannot reach rank 0 at "
-                f"{address}:{port}: {first}"
-            )
-            help = (
-                "`shardwright doctor` checks every host. Set launch.master_addr to an address "
-                "that every host reaches."
-            )
-        return refusal("SW6302", message, help)
 
     def at(self, phase: str, step: int) -> None:
         """step: the last one that is finished. Into the rank's own log but for the steps
@@ -246,7 +243,12 @@ class RankMonitor:
             with path.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         where, collective = thread_location(self._main)
-        counts = _collectives_started()
+        from torch.distributed import distributed_c10d
+
+        counts: dict[str, int] = {}
+        for group, name in list(distributed_c10d._world.pg_names.items()):
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                counts[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
         stack = RankStack(
             step=self.step,
             phase=self.phase,
@@ -270,14 +272,3 @@ def _token_location(where: str) -> str:
         if where == TOKEN_IN_ENVIRONMENT
         else "run/ of the folder as this host sees it"
     )
-
-
-def _collectives_started() -> dict[str, int]:
-    """Process group -> collectives that this rank has started in it, where torch counts them."""
-    from torch.distributed import distributed_c10d
-
-    counts: dict[str, int] = {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
-            counts[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    return counts

@@ -37,7 +37,31 @@ def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple
 
     Raises Refusal with SW5201 to SW5203 for every wrong line.
     """
-    hosts, errors = _parse(path, text)
+    by_name: dict[str, Host] = {}
+    errors: list[Diagnostic] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        place = Location(file=path, line=number, column=1, length=max(1, len(line.rstrip())))
+        match = _HOST_LINE.fullmatch(stripped)
+        if match is None:
+            errors.append(_unreadable(number, stripped, place))
+        elif match[1] in by_name:
+            errors.append(
+                found(
+                    "SW5202",
+                    place,
+                    (
+                        f"hostfile line {number}: {match[1]!r} is already listed on line "
+                        f"{by_name[match[1]].place.line}"
+                    ),
+                    "List each host once; slots=N is the number of its GPUs.",
+                )
+            )
+        else:
+            by_name[match[1]] = Host(name=match[1], slots=int(match[2]), place=place)
+    hosts = tuple(by_name.values())
     errors += [
         found(
             "SW5203",
@@ -92,34 +116,6 @@ def _clusters(hosts: tuple[Host, ...]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
-    hosts: dict[str, Host] = {}
-    errors: list[Diagnostic] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        stripped = line.strip()
-        if not stripped or stripped.startswith("#"):
-            continue
-        place = Location(file=path, line=number, column=1, length=max(1, len(line.rstrip())))
-        match = _HOST_LINE.fullmatch(stripped)
-        if match is None:
-            errors.append(_unreadable(number, stripped, place))
-        elif match[1] in hosts:
-            errors.append(
-                found(
-                    "SW5202",
-                    place,
-                    (
-                        f"hostfile line {number}: {match[1]!r} is already listed on line "
-                        f"{hosts[match[1]].place.line}"
-                    ),
-                    "List each host once; slots=N is the number of its GPUs.",
-                )
-            )
-        else:
-            hosts[match[1]] = Host(name=match[1], slots=int(match[2]), place=place)
-    return tuple(hosts.values()), errors
 
 
 def _unreadable(number: int, line: str, place: Location) -> Diagnostic:

@@ -45,7 +45,6 @@ from shardwright.recipe.recipe_types import (
     LaunchSection,
     Recipe,
     TrainingSection,
-    ValidationSection,
 )
 from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.json_values import canonical_hash
@@ -141,7 +140,33 @@ def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]
     own = "byte" if recipe.model.source is None else recipe.model.source
     pairs = graph.task_traits.compares_pairs
     if pairs:
-        yield from _pair_errors(recipe, graph)
+        parts = recipe.dataset_sections()
+        for key, part in parts:
+            if part.kind not in PAIR_KINDS or part.images is None:
+                what = (
+                    f"{part.kind} data"
+                    if part.kind not in PAIR_KINDS
+                    else f"{part.kind} data without `images`"
+                )
+                yield found(
+                    "SW1407",
+                    key,
+                    f"{what} cannot train a {graph.model_type!r}, which needs pairs of an image "
+                    f"and a caption ({graph.task})",
+                    f"Write `kind: jsonl` (or parquet), `field: caption` and `{_PAIR_EXAMPLE}`. "
+                    "Each record holds a caption under that field and an image under `image`.",
+                    PAIR_KINDS,
+                )
+            elif part.images.per_row != 1:
+                yield found(
+                    "SW1408",
+                    (*key, "images"),
+                    f"data.images: per_row is {part.images.per_row}, but a pair has one image",
+                    "Write `per_row: 1`.",
+                    (1,),
+                )
+            elif _without_folder(part.images) != _without_folder(parts[0][1].images):
+                yield _different_images_error(key)
     for key, part in parts if not pairs else ():
         if part.kind != "chat" or part.images is None:
             what = f"{part.kind} data" if part.kind != "chat" else "chat data without `images`"
@@ -163,36 +188,6 @@ def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]
                 f"Write `tokenizer: {own}`, or leave the key out.",
                 (own,),
             )
-
-
-def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
-    parts = recipe.dataset_sections()
-    for key, part in parts:
-        if part.kind not in PAIR_KINDS or part.images is None:
-            what = (
-                f"{part.kind} data"
-                if part.kind not in PAIR_KINDS
-                else f"{part.kind} data without `images`"
-            )
-            yield found(
-                "SW1407",
-                key,
-                f"{what} cannot train a {graph.model_type!r}, which needs pairs of an image and a "
-                f"caption ({graph.task})",
-                f"Write `kind: jsonl` (or parquet), `field: caption` and `{_PAIR_EXAMPLE}`. Each "
-                "record holds a caption under that field and an image under `image`.",
-                PAIR_KINDS,
-            )
-        elif part.images.per_row != 1:
-            yield found(
-                "SW1408",
-                (*key, "images"),
-                f"data.images: per_row is {part.images.per_row}, but a pair has one image",
-                "Write `per_row: 1`.",
-                (1,),
-            )
-        elif _without_folder(part.images) != _without_folder(parts[0][1].images):
-            yield _different_images_error(key)
 
 
 def _without_folder(images: ImagesSection | None) -> ImagesSection | None:
@@ -241,19 +236,64 @@ def build_plan(
     strategy = estimate.strategy
     assert recipe.data is not None, "check_training_data has passed"
     training = recipe.training
+    outer = recipe.training.outer
+    owner = {
+        stage: rank
+        for rank in range(strategy.pipeline)
+        for stage in partition.stages_of_pipeline_rank(rank)
+    }
+    bounds = zip(partition.boundaries, partition.boundaries[1:], strict=False)
+    v = recipe.validation
     return Plan(
         version=PLAN_VERSION,
         name=recipe.name,
         target=recipe.target,
         recipe_hash=canonical_hash(recipe.document),
         versions=versions,
-        model=_model(recipe, graph, strategy, weights, remote_code, balance),
+        model=PlanModel(
+            model_type=graph.model_type,
+            architecture=graph.architecture,
+            config_file=CONFIG_FILE,
+            config_hash=graph.config_hash,
+            weights=recipe.model.weights,
+            weights_path=None if weights is None else weights.path,
+            revision=None if weights is None else weights.revision,
+            attention=graph.attention,
+            loss=strategy.loss,
+            kernels="compile" if recipe.model.kernels == "compile" else "hf",
+            shared_parameters=tuple(
+                p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters
+            ),
+            cut=graph.cut,
+            embedding_modules=_modules(graph, graph.layers[0]),
+            head_modules=_modules(graph, graph.layers[-1]),
+            attention_module=graph.attention_module,
+            tied=graph.tied,
+            total_parameters=graph.total_parameters,
+            vocabulary_size=graph.vocabulary_size,
+            dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
+            remote_code=remote_code,
+            router_aux_loss=balance,
+            task=graph.task,
+            frozen=frozen_parameter_patterns(graph, recipe.model.freeze),
+            vision_encoder_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name)
+            if graph.vision
+            else (),
+        ),
         strategy=strategy,
         nodes=cluster.nodes,
         gpus_per_node=cluster.gpus_per_node,
         gpu=cluster.gpu.name,
         is_cpu=cluster.gpu.is_cpu,
-        stages=_stages(graph, partition, strategy),
+        stages=tuple(
+            PlanStage(
+                stage=stage,
+                pipeline_rank=owner[stage],
+                first_layer=first,
+                layers=tuple(layer.name for layer in graph.layers[first:stop]),
+            )
+            for stage, (first, stop) in enumerate(bounds)
+        ),
         tensor_parallel=tensor_map,
         ranks=build_rank_map(graph, cluster, strategy, partition, tensor_map, recipe),
         training=plan_training(training),
@@ -265,21 +305,17 @@ def build_plan(
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         extra=recipe.extra,
         tracking=recipe.tracking,
-        validation=_validation(recipe, has_images=graph.task_traits.has_images),
+        validation=v
+        if v is None or v.data is None
+        else dataclasses.replace(
+            v, data=plan_data(v.data, has_images=graph.task_traits.has_images)
+        ),
         lora=plan_lora(recipe, graph),
         digests={},
         experts=tuple(expert_modules(graph)) if strategy.shards_experts else (),
-        outer=_outer(recipe),
-    )
-
-
-def _outer(recipe: Recipe) -> PlanDiLoCo | None:
-    """Return the outer section that covers all islands."""
-    outer = recipe.training.outer
-    return (
-        None
+        outer=None
         if outer is None
-        else copy_shared_fields(PlanDiLoCo, outer, islands=recipe.cluster.islands, island=None)
+        else copy_shared_fields(PlanDiLoCo, outer, islands=recipe.cluster.islands, island=None),
     )
 
 
@@ -287,46 +323,6 @@ def plan_training(training: TrainingSection) -> PlanTraining:
     dtype = accumulation_dtype(training)
     return copy_shared_fields(
         PlanTraining, training, steps=training.step_count_or_zero, gradient_accumulation_dtype=dtype
-    )
-
-
-def _model(
-    recipe: Recipe,
-    graph: ModelGraph,
-    strategy: Layout,
-    weights: WeightsLocation | None,
-    remote_code: RemoteCode | None,
-    balance: PlanRouterAuxLoss | None,
-) -> PlanModel:
-    return PlanModel(
-        model_type=graph.model_type,
-        architecture=graph.architecture,
-        config_file=CONFIG_FILE,
-        config_hash=graph.config_hash,
-        weights=recipe.model.weights,
-        weights_path=None if weights is None else weights.path,
-        revision=None if weights is None else weights.revision,
-        attention=graph.attention,
-        loss=strategy.loss,
-        kernels="compile" if recipe.model.kernels == "compile" else "hf",
-        shared_parameters=tuple(
-            p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters
-        ),
-        cut=graph.cut,
-        embedding_modules=_modules(graph, graph.layers[0]),
-        head_modules=_modules(graph, graph.layers[-1]),
-        attention_module=graph.attention_module,
-        tied=graph.tied,
-        total_parameters=graph.total_parameters,
-        vocabulary_size=graph.vocabulary_size,
-        dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
-        remote_code=remote_code,
-        router_aux_loss=balance,
-        task=graph.task,
-        frozen=frozen_parameter_patterns(graph, recipe.model.freeze),
-        vision_encoder_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name)
-        if graph.vision
-        else (),
     )
 
 
@@ -358,24 +354,6 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
-def _stages(graph: ModelGraph, partition: LayerStages, strategy: Layout) -> tuple[PlanStage, ...]:
-    owner = {
-        stage: rank
-        for rank in range(strategy.pipeline)
-        for stage in partition.stages_of_pipeline_rank(rank)
-    }
-    bounds = zip(partition.boundaries, partition.boundaries[1:], strict=False)
-    return tuple(
-        PlanStage(
-            stage=stage,
-            pipeline_rank=owner[stage],
-            first_layer=first,
-            layers=tuple(layer.name for layer in graph.layers[first:stop]),
-        )
-        for stage, (first, stop) in enumerate(bounds)
-    )
-
-
 def plan_data(data: DataSection, *, has_images: bool = False) -> DataSection:
     """has_images: the model has a processor, whose files hold the tokenizer, a byte's too."""
     path = None if data.kind == "synthetic" else data.path
@@ -396,15 +374,6 @@ def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
         return None
     return copy_shared_fields(
         PlanLora, recipe.lora, target_modules=adapted_modules(graph, recipe.lora)
-    )
-
-
-def _validation(recipe: Recipe, *, has_images: bool) -> ValidationSection | None:
-    v = recipe.validation
-    return (
-        v
-        if v is None or v.data is None
-        else dataclasses.replace(v, data=plan_data(v.data, has_images=has_images))
     )
 
 

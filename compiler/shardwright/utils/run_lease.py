@@ -235,17 +235,14 @@ class Lease:
         while not self._stop_event.wait(LEASE_HEARTBEAT_SECONDS):
             for path in self.paths:
                 with contextlib.suppress(OSError):  # the file system may come back
-                    self._touch(path)
-
-    def _touch(self, path: Path) -> None:
-        state = _read_lease(path)
-        if state is None:
-            with contextlib.suppress(FileExistsError):
-                _create(path, self.owner)
-        elif state.owner is not None and state.owner.token != self.owner.token:
-            self.lost = state.owner
-        else:
-            os.utime(path)  # without a time: the server's
+                    state = _read_lease(path)
+                    if state is None:
+                        with contextlib.suppress(FileExistsError):
+                            _create(path, self.owner)
+                    elif state.owner is not None and state.owner.token != self.owner.token:
+                        self.lost = state.owner
+                    else:
+                        os.utime(path)  # without a time: the server's
 
     def release(self) -> None:
         self._stop_event.set()

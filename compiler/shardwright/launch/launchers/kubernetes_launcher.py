@@ -52,25 +52,21 @@ def _merge_fields(target: MutableMapping[str, Any], patch: JsonObject, type_name
         if value is None:
             target.pop(field, None)
         elif kind.merge_key and isinstance(below, MutableSequence):
-            _merge_items(below, cast("list[JsonObject]", value), kind)
+            for item in cast("list[JsonObject]", value):
+                name = item[kind.merge_key]
+                same = next((each for each in below if each.get(kind.merge_key) == name), None)
+                if same is None:
+                    below.append(_quoted(item, PodFieldType(holds="one", item=kind.item)))
+                else:
+                    _merge_fields(
+                        same,
+                        {key: value for key, value in item.items() if key != kind.merge_key},
+                        kind.item,
+                    )
         elif isinstance(value, Mapping) and isinstance(below, MutableMapping):
             _merge_fields(below, value, kind.item if kind.holds == "one" else ANY.item)
         else:
             target[_key(field, type_name)] = _quoted(value, kind)
-
-
-def _merge_items(target: MutableSequence[Any], patch: list[JsonObject], kind: PodFieldType) -> None:
-    for item in patch:
-        name = item[kind.merge_key]
-        same = next((each for each in target if each.get(kind.merge_key) == name), None)
-        if same is None:
-            target.append(_quoted(item, PodFieldType(holds="one", item=kind.item)))
-        else:
-            _merge_fields(
-                same,
-                {key: value for key, value in item.items() if key != kind.merge_key},
-                kind.item,
-            )
 
 
 def _quoted(value: JsonValue, kind: PodFieldType) -> Any:
@@ -135,8 +131,51 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
             name="cluster", told=f"{context} answers", problems=() if reached else (problem,)
         )
     if reached:
-        yield _rights(plan, where)
-        yield _dry_run(folder)
+        wanted = (
+            ["jobsets.jobset.x-k8s.io"]
+            if kubernetes.kind == "jobset"
+            else ["jobs.batch", "services"]
+        )
+        answers = {
+            name: run_scheduler_command("kubectl", "auth", "can-i", "create", name, *where)
+            for name in wanted
+        }
+        problems = tuple(
+            red(
+                "SW5315",
+                f"you may not create {name}: {answer.said or 'no'}",
+                "Ask an administrator for the right, or use another namespace.",
+            )
+            for name, answer in answers.items()
+            if answer.code != 0
+        )
+        yield HostCheck(name="rights", told=f"may create {' and '.join(wanted)}", problems=problems)
+        # The API server judges each manifest whole, admission included, and keeps nothing.
+        refused, names = [], []
+        for path in sorted((folder / "launch").glob("*.yaml")):
+            verb = "apply" if path.name == "service.yaml" else "create"
+            names.append(path.name)
+            answer = run_scheduler_command(
+                "kubectl", verb, "--dry-run=server", "-f", f"launch/{path.name}", cwd=folder
+            )
+            if answer.code != 0:
+                gone = f"kubectl delete -f launch/{path.name}"
+                exists = "AlreadyExists" in answer.err
+                help = (
+                    f"Delete the earlier object first: `{gone}`."
+                    if exists
+                    else "Change launch.kubernetes, and compile again."
+                )
+                refused.append(
+                    red(
+                        "SW5315", f"Kubernetes would refuse launch/{path.name}: {answer.said}", help
+                    )
+                )
+        yield HostCheck(
+            name="job",
+            told=f"the API server takes {' and '.join(names)}",
+            problems=tuple(refused),
+        )
         yield from _objects(plan, where)
     else:
         yield skipped_check(
@@ -146,57 +185,6 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
     yield skipped_check(
         "pods",
         f"their GPUs, network and the image; that {kubernetes.directory} in them is this folder",
-    )
-
-
-def _kind(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    """(the resource that is created, the manifests)"""
-    if plan.launch.kubernetes is not None and plan.launch.kubernetes.kind == "jobset":
-        return "jobsets.jobset.x-k8s.io", ("jobset.yaml",)
-    return "jobs.batch", ("service.yaml", "job.yaml")
-
-
-def _rights(plan: Plan, where: tuple[str, ...]) -> HostCheck:
-    resource, files = _kind(plan)
-    wanted = [resource, *(["services"] if "service.yaml" in files else [])]
-    answers = {
-        name: run_scheduler_command("kubectl", "auth", "can-i", "create", name, *where)
-        for name in wanted
-    }
-    problems = tuple(
-        red(
-            "SW5315",
-            f"you may not create {name}: {answer.said or 'no'}",
-            "Ask an administrator for the right, or use another namespace.",
-        )
-        for name, answer in answers.items()
-        if answer.code != 0
-    )
-    return HostCheck(name="rights", told=f"may create {' and '.join(wanted)}", problems=problems)
-
-
-def _dry_run(folder: Path) -> HostCheck:
-    """The API server judges each manifest whole, admission included, and keeps nothing."""
-    problems, names = [], []
-    for path in sorted((folder / "launch").glob("*.yaml")):
-        verb = "apply" if path.name == "service.yaml" else "create"
-        names.append(path.name)
-        answer = run_scheduler_command(
-            "kubectl", verb, "--dry-run=server", "-f", f"launch/{path.name}", cwd=folder
-        )
-        if answer.code != 0:
-            gone = f"kubectl delete -f launch/{path.name}"
-            exists = "AlreadyExists" in answer.err
-            help = (
-                f"Delete the earlier object first: `{gone}`."
-                if exists
-                else "Change launch.kubernetes, and compile again."
-            )
-            problems.append(
-                red("SW5315", f"Kubernetes would refuse launch/{path.name}: {answer.said}", help)
-            )
-    return HostCheck(
-        name="job", told=f"the API server takes {' and '.join(names)}", problems=tuple(problems)
     )
 
 

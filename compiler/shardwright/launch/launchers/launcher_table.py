@@ -210,12 +210,8 @@ def unmounted_paths(plan: Plan) -> tuple[Diagnostic, ...]:
         for key, path in dict.fromkeys(named)
         if path is not None
         and path.startswith("/")
-        and not any(_below(path, folder) for folder in mounted)
+        and not any(f"{path}/".startswith(f"{folder.rstrip('/')}/") for folder in mounted)
     )
-
-
-def _below(path: str, folder: str) -> bool:
-    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:

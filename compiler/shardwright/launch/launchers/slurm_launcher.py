@@ -84,7 +84,20 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
             yield HostCheck(name="controller", told="answers")
             yield _partition(plan, ping.out)
             yield _slurm_job(folder)
-    yield _file_system(folder, shared=shared)
+    path = folder.resolve()
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next(
+        (mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), "unknown"
+    )
+    problems: tuple[Diagnostic, ...] = ()
+    if shared and not kind.startswith(SHARED):
+        text = (
+            f"{str(path)!r} is on {kind}, most likely a disk of this host, but the job's "
+            "nodes read the same path"
+        )
+        help = "Compile onto, or copy the folder to, a file system that every node mounts."
+        problems = (Diagnostic(code="SW5316", severity="warning", message=text, help=help),)
+    yield HostCheck(name="folder", told=f"complete here, on {kind}", problems=problems)
     yield skipped_check(
         "nodes",
         ("Slurm chooses them later. Inside an allocation (`salloc`) doctor checks them"),
@@ -130,23 +143,6 @@ def _slurm_job(folder: Path) -> HostCheck:
         told="",
         problems=(red("SW5315", f"Slurm would refuse the job: {answer.said}", help),),
     )
-
-
-def _file_system(folder: Path, *, shared: bool) -> HostCheck:
-    path = folder.resolve()
-    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    kind = next(
-        (mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), "unknown"
-    )
-    problems: tuple[Diagnostic, ...] = ()
-    if shared and not kind.startswith(SHARED):
-        text = (
-            f"{str(path)!r} is on {kind}, most likely a disk of this host, but the job's "
-            "nodes read the same path"
-        )
-        help = "Compile onto, or copy the folder to, a file system that every node mounts."
-        problems = (Diagnostic(code="SW5316", severity="warning", message=text, help=help),)
-    return HostCheck(name="folder", told=f"complete here, on {kind}", problems=problems)
 
 
 def allocated_hosts() -> list[str]:
