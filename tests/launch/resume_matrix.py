@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardwright.utils.child_processes import free_port
 from shardwright.utils.numeric_difference import max_series_diff
-from shardwright.utils.programs import free_port
 from tests.parity.harness import Case
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS: dict[str, dict[str, int]] = {

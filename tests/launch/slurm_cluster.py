@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 
 NODES = (socket.gethostname(), "zzz")
 """In Slurm's order. The first is where the ranks meet, so its name must lead somewhere."""

@@ -21,7 +21,7 @@ from shardwright.engines.deepspeed.deepspeed_files import (
     HF_TRAINER_DS_CONFIG,
 )
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.programs import free_port, program_path
+from shardwright.utils.child_processes import free_port, program_path
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 

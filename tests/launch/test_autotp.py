@@ -18,8 +18,8 @@ from transformers import AutoConfig
 from shardwright.compile import CompileResult, compile_recipe
 from shardwright.engines.deepspeed.deepspeed_files import AUTOTP_FILE, AUTOTP_VERIFIED_TYPES
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.utils.child_processes import free_port
 from shardwright.utils.numeric_difference import largest_difference, max_series_diff
-from shardwright.utils.programs import free_port
 from tests.parity.harness import LOSS_ABSOLUTE
 from tests.parity.models import GPT2, LLAMA
 from tests.zoo.configs import TEXT_VOCABULARY, tiny_config

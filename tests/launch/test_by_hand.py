@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 from tests.launch.resume import compiled
 from tests.parity.harness import Case, metrics
 from tests.unit.launch.test_current_directory import plant

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.utils.programs import free_port, program_path
+from shardwright.utils.child_processes import free_port, program_path
 from tests.parity.harness import (
     Case,
     metrics,

@@ -21,7 +21,7 @@ import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import damage
 from shardwright.checkpoint.checkpoint_storage import published_steps, step_name
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 from tests.faults.phases import PHASES
 from tests.faults.test_saving import DAMAGES, size_of
 from tests.launch.test_by_hand import start

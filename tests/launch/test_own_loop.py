@@ -17,7 +17,7 @@ from shardwright.compiled_folder import read_folder
 from shardwright.cost.goodput import goodput
 from shardwright.layout.planning_problem import Problem
 from shardwright.train.experiment_trackers import missing_trackers
-from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.json_values import copy_shared_fields
 from tests.figures import same
 from tests.parity.harness import must, shardwright
 from tools.pages.page_commands import blocks

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 from tests.figures import worst_of_ranks
 
 

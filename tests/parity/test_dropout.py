@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 from tests.figures import same
 from tests.parity.dropout_cases import LAYOUTS
 

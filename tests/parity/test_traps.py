@@ -23,7 +23,7 @@ from shardwright.parallel.layer_compile_and_recompute import recompute_forward
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.plan.plan import PlanScheduler
 from shardwright.recipe.recipe_types import OptimizerSection
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.monitor.rank_events import is_secondary_failure
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 from tests.random_runs.draw import Case, draw
 
 ROOT = Path(__file__).resolve().parents[2]

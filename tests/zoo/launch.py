@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.monitor.rank_events import is_secondary_failure
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 from tests.figures import worst_of_ranks
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5

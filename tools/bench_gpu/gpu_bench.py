@@ -22,7 +22,7 @@ from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.programs import free_port, program_path
+from shardwright.utils.child_processes import free_port, program_path
 from tools.bench_gpu.gpu_bench_cases import FAMILIES, LAYOUTS, BenchCase, digest, recipe
 
 STEPS = 10

@@ -19,7 +19,7 @@ ENGINE = (
     "layout",
     "parallel",
     "plan",
-    "utils/json_records.py",
+    "utils/json_values.py",
 )
 """What makes losses, norms and weights, given a plan."""
 CHECKPOINTS = ("checkpoint", "engines/deepspeed/deepspeed_optimizer_shards.py")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.calibrate.measurement_job import Job, ProcessResult, cpu_name
+from shardwright.utils.child_processes import free_port
 from shardwright.utils.host_memory import keep_freed_memory
-from shardwright.utils.programs import free_port
 
 if TYPE_CHECKING:
     from shardwright.calibrate.device_benchmarks import Stopwatch

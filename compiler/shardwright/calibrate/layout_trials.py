@@ -34,9 +34,8 @@ from shardwright.recipe.measurements import (
 )
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import baselines, search
-from shardwright.utils.child_processes import end_processes
+from shardwright.utils.child_processes import end_processes, shardwright_command
 from shardwright.utils.json_lines import read_json_lines
-from shardwright.utils.programs import shardwright_command
 
 WARM_UP_STEPS = 3
 """Steps left out of the measurement, as in train/training_metrics.py."""

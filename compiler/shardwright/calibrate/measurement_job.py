@@ -16,7 +16,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import Checkpointing, Precision
-from shardwright.utils.json_records import read_record
+from shardwright.utils.json_values import read_record
 
 # The measurement plan: what the recipe's search needs, the likeliest layouts first.
 

@@ -13,7 +13,7 @@ from shardwright.plan.plan import Plan, PlanLora, read_plan
 from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.literal_types import Precision
 from shardwright.recipe.recipe_types import DataSection
-from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.json_values import copy_shared_fields
 
 BYTE_TOKENIZER = "byte"
 SHARDING_KEYS = tuple(axis.name for axis in axes_in_print_order() if axis.affects_rank_state)

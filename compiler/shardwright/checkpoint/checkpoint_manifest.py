@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shardwright.layout.parameter_sharding import ParameterSharding
 from shardwright.utils.file_io import parse_json, read_regular_file
-from shardwright.utils.json_records import read_record
+from shardwright.utils.json_values import read_record
 
 MANIFEST_VERSION = 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardwright.checkpoint.checkpoint_manifest import read_limited
 from shardwright.monitor.run_files import read_attempt_record, write_json
 from shardwright.utils.file_io import parse_json
-from shardwright.utils.json_records import read_record
+from shardwright.utils.json_values import read_record
 
 RUN_FILE = "run.json"
 _MOST_BYTES = 2**20

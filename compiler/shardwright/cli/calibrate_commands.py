@@ -57,9 +57,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     from shardwright.calibrate.calibration import calibrate
     from shardwright.cli.estimate_command import measurement_lines
+    from shardwright.utils.child_processes import sigterm_as_interrupt
     from shardwright.utils.file_io import write_atomically
     from shardwright.utils.json_values import strict_json
-    from shardwright.utils.sigterm_interrupt import sigterm_as_interrupt
 
     limit = args.minutes or (CPU_MINUTES if recipe.cluster.gpu == "cpu" else GPU_MINUTES)
     with sigterm_as_interrupt():
@@ -146,9 +146,9 @@ def run_tune(args: argparse.Namespace) -> int:
         return 1
     recipe = load_recipe(args.recipe, args.overrides)
     from shardwright.calibrate.layout_trials import tune
+    from shardwright.utils.child_processes import sigterm_as_interrupt
     from shardwright.utils.file_io import write_atomically
     from shardwright.utils.json_values import strict_json
-    from shardwright.utils.sigterm_interrupt import sigterm_as_interrupt
 
     parent = None if args.folder is None else args.folder.resolve()
     with sigterm_as_interrupt():

@@ -124,7 +124,7 @@ class PricedRecipe:
 
 def read_priced_recipe(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
     """Raises Refusal: read_folder's, and all that a recipe can be refused for."""
-    from shardwright.utils.json_records import copy_shared_fields
+    from shardwright.utils.json_values import copy_shared_fields
 
     if os.path.isdir(name):
         from shardwright.compiled_folder import read_folder

@@ -26,7 +26,7 @@ from shardwright.cli.terminal import (
 )
 from shardwright.diagnostics import Refusal, found
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
-from shardwright.models.model_files import weights_summary
+from shardwright.recipe.recipe_types import weights_summary
 from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import GIB, SECONDS_PER_DAY, format_days, format_number
 

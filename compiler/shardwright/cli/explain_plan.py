@@ -33,7 +33,7 @@ from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.layout import in_layer_axes, in_layer_collectives_text
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.model_files import weights_summary
+from shardwright.recipe.recipe_types import weights_summary
 from shardwright.report.plan_sentences import (
     error_bar_text,
     hpz_text,
@@ -56,8 +56,7 @@ from shardwright.search.plan_explanation import (
     WhyNotResult,
     explain,
 )
-from shardwright.utils.json_records import copy_shared_fields
-from shardwright.utils.json_values import JsonDocument, strict_json
+from shardwright.utils.json_values import JsonDocument, copy_shared_fields, strict_json
 from shardwright.utils.number_format import (
     GIB,
     SECONDS_PER_DAY,

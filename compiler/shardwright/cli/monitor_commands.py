@@ -95,7 +95,7 @@ def _predicted_save_seconds(folder: Path) -> float | None:
     from shardwright.compiled_folder import read_folder
     from shardwright.cost.goodput import goodput
     from shardwright.layout.planning_problem import Problem
-    from shardwright.utils.json_records import copy_shared_fields
+    from shardwright.utils.json_values import copy_shared_fields
 
     try:
         subject = read_folder(folder)

@@ -34,7 +34,7 @@ from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.layout import Layout, auto_by_default_axes
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.model_files import weights_summary
+from shardwright.recipe.recipe_types import weights_summary
 from shardwright.report.plan_sentences import (
     chosen_kernels_text,
     cluster_bound_text,

@@ -25,7 +25,7 @@ from shardwright.diagnostics.diagnostic_rendering import (
     diagnostic_to_json,
     escape_control_characters,
 )
-from shardwright.models.model_files import weights_summary
+from shardwright.recipe.recipe_types import weights_summary
 from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:

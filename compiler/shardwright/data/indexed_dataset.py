@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.diagnostics import refusal
-from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.json_values import copy_shared_fields
 
 MANIFEST = "manifest.json"
 BUFFER_BYTES = 8 * 2**20

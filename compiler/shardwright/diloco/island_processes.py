@@ -20,8 +20,7 @@ from shardwright.diloco.outer_store_server import OuterStore
 from shardwright.diloco.round_membership import Membership
 from shardwright.plan.island_plans import island_folders, plan_digest
 from shardwright.plan.plan import Plan, load_plan
-from shardwright.utils.child_processes import end_processes
-from shardwright.utils.programs import shardwright_command
+from shardwright.utils.child_processes import end_processes, shardwright_command
 
 POLL_SECONDS = 0.2
 INTERRUPTED, NOT_FINISHED = 130, 3

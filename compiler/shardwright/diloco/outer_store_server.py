@@ -39,7 +39,7 @@ from shardwright.utils.authenticated_socket import (
     raise_descriptor_limit,
     shutdown_connection,
 )
-from shardwright.utils.json_records import copy_shared_fields, read_record
+from shardwright.utils.json_values import copy_shared_fields, read_record
 
 MAX_UNAUTHENTICATED_CONNECTIONS = 256
 """Unauthenticated connections at once, beside one for each rank."""

@@ -36,7 +36,6 @@ from shardwright.launch.launchers.job_scheduler import submit
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.launch.preflight_checks import check_preflight, check_versions
 from shardwright.launch.run_state import is_alive, port_was_taken, report_failure
-from shardwright.models.model_files import weights_summary
 from shardwright.monitor.rank_events import RunNotice, RunStalled, parse_event
 from shardwright.monitor.run_files import (
     PROGRESS,
@@ -47,11 +46,17 @@ from shardwright.monitor.run_files import (
     write_status,
 )
 from shardwright.plan.plan import Plan, load_plan
+from shardwright.recipe.recipe_types import weights_summary
 from shardwright.train.host_consistency import check_folder_digests
 from shardwright.train.run_attempt import begin_attempt, hold_run_lease
 from shardwright.train.secret_environment import secret_redactor
-from shardwright.utils.child_processes import end_processes, kill_tree
-from shardwright.utils.programs import free_port, program_path, shardwright_command
+from shardwright.utils.child_processes import (
+    end_processes,
+    free_port,
+    kill_tree,
+    program_path,
+    shardwright_command,
+)
 
 # Rank 0's progress: a bar on a terminal, plain lines in a log.
 

@@ -20,13 +20,13 @@ from shardwright.plan.hostfile import SHELL_SAFE, read_hostfile
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.train.experiment_trackers import missing_trackers
+from shardwright.utils.child_processes import program_path
 from shardwright.utils.file_io import read_regular_text_file
 from shardwright.utils.installation import (
     missing_compiler,
     missing_flash_attention,
     missing_peft,
 )
-from shardwright.utils.programs import program_path
 
 # Locks of torch's extension builds that nobody holds any more.
 #

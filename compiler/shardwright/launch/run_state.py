@@ -28,7 +28,7 @@ from shardwright.monitor.run_files import (
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import CHECKPOINTING
 from shardwright.utils.json_lines import read_json_lines
-from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.json_values import copy_shared_fields
 from shardwright.utils.run_lease import is_locked_by_run
 
 HEARTBEAT_LOST_SECONDS = 60.0

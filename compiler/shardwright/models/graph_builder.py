@@ -32,8 +32,7 @@ from shardwright.models.weights_check import (
 from shardwright.recipe.recipe_types import ModelSection
 from shardwright.utils.file_io import parse_json
 from shardwright.utils.installation import installed_version
-from shardwright.utils.json_records import read_record
-from shardwright.utils.json_values import JsonObject
+from shardwright.utils.json_values import JsonObject, read_record
 
 # The cache of traced graphs on disk. A file that cannot be read or written means tracing again.
 

@@ -34,6 +34,7 @@ from transformers.utils import requires_backends
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.byte_tokenizer import byte_tokenizer
 from shardwright.models.config_schema import decode_special_floats
+from shardwright.models.model_files import exception_summary
 from shardwright.models.model_graph import ModelGraph, VisionEncoder
 from shardwright.models.model_support import missing_processor_package
 from shardwright.models.tasks.vision_language import (
@@ -42,7 +43,6 @@ from shardwright.models.tasks.vision_language import (
     vision_encoder_config,
     vision_encoder_shape,
 )
-from shardwright.utils.exception_summary import exception_summary
 
 _FILE = "processor_config.json"
 _CUTTING = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")

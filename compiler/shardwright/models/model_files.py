@@ -35,11 +35,6 @@ TOKENIZER_PATTERNS: tuple[str, ...] = (
 )
 
 
-def weights_summary(weights: str) -> str:
-    """Describe `model.weights` for a summary."""
-    return "weights pretrained" if weights == "pretrained" else "weights random (from scratch)"
-
-
 # Python files of a model whose type transformers does not have.
 
 
@@ -61,3 +56,8 @@ class RemoteCode:
     def fingerprint(self) -> str:
         """Return the sha256 (hex) of all files' names and contents."""
         return hashlib.sha256(repr(self.files).encode()).hexdigest()
+
+
+def exception_summary(error: Exception, most: int) -> str:
+    """Return the error's type and at most `most` characters of its first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:most]}"

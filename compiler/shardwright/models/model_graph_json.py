@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwright.models.model_graph import Layer, ModelGraph
 from shardwright.utils.file_io import parse_json
-from shardwright.utils.json_records import read_record
+from shardwright.utils.json_values import read_record
 
 GRAPH_FILE = "model_graph.json"
 _NAME = "*"

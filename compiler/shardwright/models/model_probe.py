@@ -30,6 +30,7 @@ from shardwright.models.layer_split import (
 from shardwright.models.lora_target_paths import lora_blocker
 from shardwright.models.mixture_of_experts import NoRouterAuxLoss, detect_affinity
 from shardwright.models.mixture_of_experts import expert_parallel_blocker as split_experts_blocker
+from shardwright.models.model_files import exception_summary
 from shardwright.models.model_graph import LayerRange, ModelGraph, PipelineSplit, name_pattern
 from shardwright.models.model_skeleton import Batch, patch_forwards
 from shardwright.models.packed_attention import packed_attention_arguments, packed_document_masks
@@ -40,7 +41,6 @@ from shardwright.models.tiny_config import VOCABULARY, has_every_layer_kind, shr
 from shardwright.models.trainable_parameters import adapted_modules
 from shardwright.recipe.literal_types import TaskName
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, LoraSection
-from shardwright.utils.exception_summary import exception_summary
 from shardwright.utils.installation import missing_peft
 from shardwright.utils.numeric_difference import max_abs_diff, relative_error
 

@@ -33,7 +33,7 @@ from shardwright.utils.authenticated_socket import (
     keep_alive,
 )
 from shardwright.utils.file_io import parse_json
-from shardwright.utils.json_records import read_record
+from shardwright.utils.json_values import read_record
 
 # The run's token: what a rank proves to know before rank 0 listens to it.
 #

@@ -37,8 +37,7 @@ from shardwright.recipe.recipe_types import (
     ValidationSection,
 )
 from shardwright.utils.file_io import parse_json
-from shardwright.utils.json_records import copy_shared_fields, read_record
-from shardwright.utils.json_values import JsonObject
+from shardwright.utils.json_values import JsonObject, copy_shared_fields, read_record
 
 PLAN_VERSION = 1
 

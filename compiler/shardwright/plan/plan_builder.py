@@ -46,8 +46,7 @@ from shardwright.recipe.recipe_types import (
     Recipe,
     TrainingSection,
 )
-from shardwright.utils.json_records import copy_shared_fields
-from shardwright.utils.json_values import canonical_hash
+from shardwright.utils.json_values import canonical_hash, copy_shared_fields
 
 # Ranks on nodes, and the parameter bytes that each holds.
 

@@ -34,8 +34,7 @@ from shardwright.recipe.recipe_types import Recipe, with_resolved_kernels
 from shardwright.recipe.sbatch_options import sbatch_arguments
 from shardwright.recipe.schema_errors import integer_errors, intended_keys, schema_errors
 from shardwright.utils.file_io import parse_json, read_regular_file
-from shardwright.utils.json_records import read_record
-from shardwright.utils.json_values import JsonObject, JsonValue
+from shardwright.utils.json_values import JsonObject, JsonValue, read_record
 
 KEY: KeyPath = ("cluster", "measured")
 MOST_BYTES = 4 * 2**20

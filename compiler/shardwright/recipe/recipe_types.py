@@ -459,3 +459,8 @@ class LoraSection:
     alpha: float
     dropout: float
     target_modules: tuple[str, ...] | None
+
+
+def weights_summary(weights: str) -> str:
+    """Describe `model.weights` for a summary."""
+    return "weights pretrained" if weights == "pretrained" else "weights random (from scratch)"

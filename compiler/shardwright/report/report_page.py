@@ -26,9 +26,9 @@ from shardwright.data.dataset import recorded_step_count
 from shardwright.layout.layout import Layout, in_layer_collectives_text
 from shardwright.layout.layout_estimate import Training
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.model_files import weights_summary
 from shardwright.monitor.run_files import read_save_statistics
 from shardwright.plan.plan import Plan, plan_document
+from shardwright.recipe.recipe_types import weights_summary
 from shardwright.report import report_charts
 from shardwright.report.diloco_charts import IslandsRun, loss_chart, read_islands_run, waits_chart
 from shardwright.report.layout_space import LayoutSpace, layout_space
@@ -45,8 +45,7 @@ from shardwright.report.run_results import MeasuredRun, read_run
 from shardwright.report.step_timeline import StepTimeline, sampled_ranks, step_timeline
 from shardwright.search.layout_resolution import keeps_headroom
 from shardwright.utils.installation import templates_folder
-from shardwright.utils.json_records import copy_shared_fields
-from shardwright.utils.json_values import JsonObject, JsonValue
+from shardwright.utils.json_values import JsonObject, JsonValue, copy_shared_fields
 from shardwright.utils.number_format import format_days, format_number
 
 GIB = 2**30

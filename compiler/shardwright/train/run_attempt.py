@@ -30,7 +30,7 @@ from shardwright.checkpoint.run_history import (
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.monitor.run_files import AttemptRecord, read_attempt_record, write_attempt_record
 from shardwright.plan.plan import Plan
-from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.json_values import copy_shared_fields
 from shardwright.utils.run_lease import (
     Lease,
     LeaseHeldError,

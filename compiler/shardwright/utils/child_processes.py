@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,3 +51,35 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
         for each in (child, *child.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
+
+
+def program_path() -> str:
+    """Return PATH with this environment's programs first, whether it is activated or not."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+def shardwright_command(*arguments: str) -> list[str]:
+    """Return the command line of `shardwright` with these arguments. With -P no file of the current
+    directory is imported as a module."""
+    return [sys.executable, "-P", "-m", "shardwright", *arguments]
+
+
+def free_port() -> int:
+    """Return a TCP port that is free at this moment."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt, so that child processes and folders are cleaned up."""
+
+    def on_term(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, on_term)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -34,12 +34,11 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.engine_choice import resolve_problem
 from shardwright.search.layout_search import choose_layout
-from shardwright.utils.child_processes import end_processes
+from shardwright.utils.child_processes import end_processes, shardwright_command
 from shardwright.utils.installation import missing_peft
 from shardwright.utils.json_lines import read_json_lines
 from shardwright.utils.json_values import JsonObject
 from shardwright.utils.numeric_difference import max_series_diff, state_dict_max_abs_diff
-from shardwright.utils.programs import shardwright_command
 from shardwright.verify import tiny_copy
 from shardwright.verify.tiny_copy import (
     Conversations,

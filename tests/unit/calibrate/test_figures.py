@@ -24,7 +24,7 @@ from shardwright.calibrate.measurement_job import (
 )
 from shardwright.recipe.measurements import Measurements
 from shardwright.search.layout_search import search
-from shardwright.utils.json_records import read_record
+from shardwright.utils.json_values import read_record
 from tests.unit.calibrate import files
 
 

@@ -25,7 +25,7 @@ from shardwright.models.tiny_config import (
     shrink,
     truncate_layers,
 )
-from shardwright.utils.json_records import read_record
+from shardwright.utils.json_values import read_record
 
 
 def test_leaves_and_replaced_speak_the_same_paths() -> None:

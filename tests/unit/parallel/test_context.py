@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL, contiguous_shard
 from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.utils.child_processes import free_port
 from shardwright.utils.numeric_difference import largest_difference
-from shardwright.utils.programs import free_port
 from tests.unit.parallel.context_worker import CASES
 
 RANKS = 2

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwright.models.mixture_of_experts import call_positionally, number_of_experts
 from shardwright.parallel.expert_parallel import cut_experts
+from shardwright.utils.child_processes import free_port
 from shardwright.utils.numeric_difference import largest_difference
-from shardwright.utils.programs import free_port
 from tests.unit.parallel.expert_worker import CASES
 
 RANKS = 2

@@ -13,7 +13,7 @@ from shardwright.compile import estimate_recipe
 from shardwright.layout.layout import Candidate
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.runnable_recipes import diloco_layout_verified
-from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.json_values import copy_shared_fields
 from tests.unit.models.factory import SMALL_LLAMA
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.utils.programs import free_port
+from shardwright.utils.child_processes import free_port
 
 WORKER = Path(__file__).with_name("rule_probe_worker.py")
 

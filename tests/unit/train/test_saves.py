@@ -16,7 +16,7 @@ from shardwright.cost.goodput import goodput
 from shardwright.layout.planning_problem import Problem
 from shardwright.monitor.run_files import SaveWriter, read_save_statistics
 from shardwright.train.training_session import open_session
-from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.json_values import copy_shared_fields
 from tests.conftest import SMALL_RECIPE
 
 CONFIG = {**SMALL_RECIPE["model"]["config"], "hidden_size": 256, "intermediate_size": 512}

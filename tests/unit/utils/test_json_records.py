@@ -9,8 +9,7 @@ from typing import Literal
 
 import pytest
 
-from shardwright.utils.json_records import read_record
-from shardwright.utils.json_values import JsonObject
+from shardwright.utils.json_values import JsonObject, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.diagnostics.host_check import HostCheck, red
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.plan.plan import Plan
-from shardwright.utils.programs import program_path
+from shardwright.utils.child_processes import program_path
 
 COMMAND_TIMEOUT_SECONDS = 15.0
 """Limits one command. A controller that is up answers within a few seconds."""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.models.model_files import exception_summary
 from shardwright.models.model_skeleton import Batch
 from shardwright.models.tiny_config import token_ids
-from shardwright.utils.exception_summary import exception_summary
 
 # The formats in which vision encoders take images; the names of a forward's other inputs tell which
 # may fit. Letters: N images of all sequences, B sequences, C channels, H and W pixels, P a patch's
