@@ -38,7 +38,7 @@ FALSE_POSITIVES = {
     "tests/lint/test_fuzz.py",
     "tests/unit/answers/test_breakdown.py",
     "tests/unit/answers/test_why_not.py",
-    "tests/unit/cluster/test_resolve.py",
+    "tests/unit/layout/test_gpu_cluster.py",
     "tests/unit/cost/test_kernels.py",
     "tests/unit/data/test_prepare.py",
     "tests/unit/data/test_rows.py",

@@ -15,8 +15,8 @@ import pytest
 from shardwright.calibrate.calibration import calibrate, cores
 from shardwright.calibrate.layout_trials import launch, recipe_for, step_seconds_figure
 from shardwright.cli.estimate_command import shared_cores_lines
-from shardwright.compile import compile_recipe, read_problem
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe, read_problem
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe

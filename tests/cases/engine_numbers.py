@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwright.compile import CompileResult
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import CompileResult
 from shardwright.plan.plan import Plan
 
 LOADER = Path(__file__).with_name("ds_config_loads.py")

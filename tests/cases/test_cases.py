@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.compile import CompileResult, compile_recipe
-from shardwright.compiled_folder import MARKER
+from shardwright.compile.compiled_folder import MARKER
+from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
 from shardwright.layout.formats import element_bytes
 from shardwright.plan.folder_paths import PLAN_FILE
 from shardwright.plan.plan import plan_from_json, plan_to_json

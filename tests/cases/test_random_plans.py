@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.compile import CompileResult, compile_recipe
+from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema, schema_mismatches
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.legal_layouts import candidate_layouts

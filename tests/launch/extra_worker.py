@@ -21,8 +21,8 @@ from deepspeed.accelerator import get_accelerator
 
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.trainer_protocol import StepResult, Trainer

@@ -19,8 +19,8 @@ from deepspeed import ops
 
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import CompileResult, compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
 from shardwright.engines.deepspeed.deepspeed_files import (
     ACCELERATE_CONFIG,
     ACCELERATE_DS_CONFIG,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from shardwright.compile import CompileResult, compile_recipe
+from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
 from shardwright.engines.deepspeed.deepspeed_files import AUTOTP_FILE, AUTOTP_VERIFIED_TYPES
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.child_processes import free_port

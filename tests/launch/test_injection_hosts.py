@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.launch.hosts import hosts, why_not

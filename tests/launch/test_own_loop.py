@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import read_manifest
-from shardwright.compiled_folder import read_folder
+from shardwright.compile.compiled_folder import read_folder
 from shardwright.cost.goodput import goodput
 from shardwright.layout.planning_problem import Problem
 from shardwright.train.experiment_trackers import missing_trackers

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.code_explanations import megatron_args_explanations
 from shardwright.engines.megatron import megatron_equivalence

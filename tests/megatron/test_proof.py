@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.engines.megatron import megatron_equivalence
 from shardwright.plan.plan import plan_to_json
 from shardwright.recipe.recipe_loader import load_recipe

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.engines.megatron import megatron_equivalence
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.migrate.config_import import ImportedRecipe, convert_config
 from shardwright.migrate.deepspeed_engine_keys import documented_key

@@ -13,10 +13,8 @@ from shardwright.cost.cost_constants import constant_entries
 from shardwright.engines.engine_table import ENGINES
 
 PACKAGE = Path(shardwright.__file__).parent
-ROOMS = ("plan", "cost", "search", "layout")
-MODULES = sorted(
-    [PACKAGE / "compile.py", *(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))]
-)
+ROOMS = ("compile", "plan", "cost", "search", "layout")
+MODULES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
 
 
 def engines_named(source: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.huggingface_export import require_trust
 from shardwright.cli.terminal import print_refusal
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.run_state import report_failure
 from shardwright.models.model_files import RemoteCode

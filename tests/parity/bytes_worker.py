@@ -90,7 +90,7 @@ for _what, _place in _PLACES.items():
     _count(_what, _place)  # before DeepSpeed takes hold of them
 _count_sends()
 
-from shardwright.compile import read_problem
+from shardwright.compile.recipe_compiler import read_problem
 from shardwright.cost import communication_bytes
 from shardwright.cost.communication_bytes import step_traffic
 from shardwright.data.dataset import open_dataset

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from deepspeed import comm as dist
 from deepspeed import ops
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer

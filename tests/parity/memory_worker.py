@@ -13,7 +13,7 @@ from pathlib import Path
 import deepspeed
 from deepspeed import ops
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.parallel.micro_batches import TrainingBatches

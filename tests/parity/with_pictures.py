@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer

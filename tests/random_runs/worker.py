@@ -113,8 +113,8 @@ def initial(case: Case) -> Any:
 
 def compiled(folder: Path, recipe: str, out: str) -> dict[str, Any]:
     """Rank 0 compiles and prepares the data; every rank hears {} or what was refused."""
-    from shardwright.compile import compile_recipe
-    from shardwright.compiled_folder import write_folder
+    from shardwright.compile.compiled_folder import write_folder
+    from shardwright.compile.recipe_compiler import compile_recipe
     from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
     from shardwright.diagnostics import Refusal

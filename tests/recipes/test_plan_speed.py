@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import catalogue
+from shardwright.layout.gpu_cluster import catalogue
 from shardwright.models.model_sources import catalog_config, catalog_ids
 
 NODES, LIMIT, ROUNDS = 64, 2.0, 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from tools.generate.recipe_plans import (
     EXPECTED,

@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 

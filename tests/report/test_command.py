@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compiled_folder import read_folder
+from shardwright.compile.compiled_folder import read_folder
 from shardwright.diagnostics import Refusal
 from shardwright.report.report_files import write_report
 from tests.conftest import SMALL_RECIPE

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.compiled_folder import read_folder
+from shardwright.compile.compiled_folder import read_folder
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
 from shardwright.plan.plan import read_plan

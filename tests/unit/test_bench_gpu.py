@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Source
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import recipe_from_document
 from shardwright.search.layout_search import estimate_pinned_layout

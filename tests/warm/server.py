@@ -38,7 +38,7 @@ IMPORTS = (
     "peft",
     "shardwright.cli.main",
     "shardwright.cli.checkpoint_commands",
-    "shardwright.compile",
+    "shardwright.compile.recipe_compiler",
     "shardwright.engines.deepspeed.deepspeed_runtime",
     "shardwright.engines.deepspeed.deepspeed_trainers",
     "shardwright.engines.deepspeed.deepspeed_trainers",

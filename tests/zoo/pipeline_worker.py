@@ -25,7 +25,7 @@ from deepspeed import comm as dist
 from deepspeed import ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer

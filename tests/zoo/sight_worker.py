@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.models import graph_trace
 from shardwright.models.byte_tokenizer import byte_tokenizer

@@ -17,8 +17,8 @@ from typing import Any
 
 from shardwright.calibrate.layout_trials import WARM_UP_STEPS, launch
 from shardwright.calibrate.measurement_job import versions
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe

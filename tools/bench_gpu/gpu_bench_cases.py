@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.cluster.gpu_catalogue import catalogue
+from shardwright.layout.gpu_cluster import catalogue
 
 FAMILIES: dict[str, dict[str, Any]] = {
     # meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B and openai-community/gpt2-large, by their

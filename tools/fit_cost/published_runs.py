@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.cost.cost_constants import Constants
 from shardwright.cost.peak_memory import RankMemoryModel, framework_bytes
 from shardwright.cost.prediction_errors import error_json_fields
 from shardwright.cost.priced_layout import PricedLayout
+from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem

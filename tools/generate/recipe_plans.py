@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.plan_command import plan_table_rows, plan_text_lines
-from shardwright.compile import read_problem, resolve_recipe
+from shardwright.compile.recipe_compiler import read_problem, resolve_recipe
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe

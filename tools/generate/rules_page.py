@@ -9,11 +9,11 @@ import inspect
 import itertools
 from collections.abc import Iterator
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.code_registry import CODES
 from shardwright.engines.engine_table import ENGINES
 from shardwright.engines.megatron.megatron_capabilities import REFUSED_KEYS, SUPPORTED_KEYS
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Candidate, Layout, Rule
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import PartialCheckpointing

@@ -28,7 +28,7 @@ LAUNCH = (
     "checkpoint",
     "engines",
     "launch",
-    "compiled_folder.py",
+    "compile/compiled_folder.py",
     "parallel",
     "train",
     "monitor",
@@ -42,7 +42,6 @@ TRAITS = (
 )
 """What the cost model and the rules read of engines."""
 COST = (
-    "cluster",
     "cost",
     "models/model_graph.py",
     "layout",
@@ -92,7 +91,7 @@ PIECES: dict[str, Piece] = {
             "engines/deepspeed",
             "models/model_graph.py",
             "layout",
-            "compiled_folder.py",
+            "compile/compiled_folder.py",
             "plan",
             "search",
         ),
@@ -136,7 +135,7 @@ PIECES: dict[str, Piece] = {
     "mutations": Piece(tests=("tests/mutations/test_mutations.py",), source_paths=("",)),
     "recipes": Piece(
         tests=("tests/recipes/test_recipes.py",),
-        source_paths=(*COST, "compiled_folder.py", "compiled_folder.py", "plan"),
+        source_paths=(*COST, "compile/compiled_folder.py", "plan"),
         areas=("recipes",),
     ),
     "plan-speed": Piece(

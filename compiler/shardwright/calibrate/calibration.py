@@ -26,8 +26,8 @@ from shardwright.calibrate.measurement_job import (
     measurement_plan,
     versions,
 )
-from shardwright.compile import compile_recipe, resolve_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe, resolve_recipe
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from shardwright.calibrate.measurement_job import ProcessResult
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost import kernel_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.kernel_seconds import Device, product_seconds
 from shardwright.cost.layer_times import peak_flops
 from shardwright.layout.formats import element_bytes
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import CHECKPOINTING, Precision
 from shardwright.recipe.measurements import (

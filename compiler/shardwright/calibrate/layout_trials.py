@@ -16,8 +16,8 @@ from pathlib import Path
 
 from shardwright.calibrate.calibration import cores
 from shardwright.calibrate.measurement_job import cpu_name, versions
-from shardwright.compile import compile_recipe, resolve_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe, resolve_recipe
 from shardwright.cost.calibrated_costs import calibration_for, measured_over_predicted
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.axes import AXES

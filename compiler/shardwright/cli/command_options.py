@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwright.cluster.gpu_catalogue import Cluster
+    from shardwright.layout.gpu_cluster import Cluster
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.models.model_graph import ModelGraph
     from shardwright.monitor.run_files import SaveStatistics
@@ -127,13 +127,13 @@ def read_priced_recipe(name: str, overrides: Sequence[str] = ()) -> PricedRecipe
     from shardwright.utils.json_values import copy_shared_fields
 
     if os.path.isdir(name):
-        from shardwright.compiled_folder import read_folder
+        from shardwright.compile.compiled_folder import read_folder
         from shardwright.monitor.run_files import read_save_statistics
 
         return copy_shared_fields(
             PricedRecipe, read_folder(Path(name)), name=name, saves=read_save_statistics(Path(name))
         )
-    from shardwright.compile import estimate_recipe
+    from shardwright.compile.recipe_compiler import estimate_recipe
     from shardwright.recipe.recipe_loader import load_recipe
 
     problem, estimate = estimate_recipe(load_recipe(Path(name), overrides))

@@ -31,7 +31,7 @@ from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import GIB, SECONDS_PER_DAY, format_days, format_number
 
 if TYPE_CHECKING:
-    from shardwright.compile import CompileResult
+    from shardwright.compile.recipe_compiler import CompileResult
     from shardwright.data.data_summary import ImageThroughput, SampleSpan, SourceSummary
     from shardwright.data.dataset import Dataset
     from shardwright.plan.plan import Plan, PlanStage
@@ -48,7 +48,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    from shardwright.compiled_folder import (
+    from shardwright.compile.compiled_folder import (
         check_output_folder,
         remove_surplus_island_plans,
         write_folder,
@@ -69,7 +69,7 @@ def run_compile(args: argparse.Namespace) -> int:
     if saves is not None:
         recipe = with_measured_checkpoint_rate(recipe, saves.gbytes_per_second)
 
-    from shardwright.compile import compile_recipe
+    from shardwright.compile.recipe_compiler import compile_recipe
 
     compiled = compile_recipe(recipe)
     write_folder(args.output, compiled.files)
@@ -256,8 +256,8 @@ def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as temporary:
         folder = Path(temporary) if subject.is_file() else subject
         if subject.is_file():
-            from shardwright.compile import compile_recipe
-            from shardwright.compiled_folder import write_folder
+            from shardwright.compile.compiled_folder import write_folder
+            from shardwright.compile.recipe_compiler import compile_recipe
 
             recipe = load_recipe(subject)
             compiled = compile_recipe(recipe)

@@ -35,9 +35,9 @@ from shardwright.utils.number_format import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwright.cluster.gpu_catalogue import Cluster
     from shardwright.cost.diloco_costs import IslandsCost
     from shardwright.cost.goodput import Goodput
+    from shardwright.layout.gpu_cluster import Cluster
     from shardwright.layout.layout import Layout
     from shardwright.layout.layout_estimate import Estimate, Training
     from shardwright.models.model_graph import ModelGraph
@@ -62,7 +62,7 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
     """Print what one recipe's layout costs, and return whether it is feasible."""
-    from shardwright.compile import estimate_recipe
+    from shardwright.compile.recipe_compiler import estimate_recipe
     from shardwright.cost.goodput import goodput
     from shardwright.recipe.recipe_loader import load_recipe
 

@@ -631,7 +631,7 @@ def _with_link_help(refusal: Refusal, priced: PricedRecipe) -> Refusal:
 
 def _with_islands_of(problem: Problem, loaded: Recipe) -> Problem:
     """Return the problem with the nodes and the batch of one island of `loaded`."""
-    from shardwright.cluster.gpu_catalogue import resolve_cluster
+    from shardwright.layout.gpu_cluster import resolve_cluster
 
     recipe = dataclasses.replace(problem.recipe, cluster=loaded.cluster, training=loaded.training)
     return dataclasses.replace(problem, recipe=recipe, cluster=resolve_cluster(loaded.cluster))

@@ -184,12 +184,12 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
 
     The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
     """
-    from shardwright.cluster.gpu_catalogue import resolve_cluster
     from shardwright.diagnostics.host_check import skipped_check
     from shardwright.launch.host_checks import PlannedBandwidth, check_hosts
     from shardwright.launch.launchers.job_scheduler import scheduler_of
     from shardwright.launch.launchers.launcher_table import LAUNCHERS
     from shardwright.launch.preflight_checks import hostfile_errors, scheduler_errors
+    from shardwright.layout.gpu_cluster import resolve_cluster
     from shardwright.recipe.recipe_loader import load_recipe
 
     cluster = resolve_cluster(load_recipe(folder / "recipe.resolved.json").cluster)

@@ -248,7 +248,7 @@ def run_completion(args: argparse.Namespace) -> int:
 def completion_parser(file: dict[str, str], directory: dict[str, str]) -> argparse.ArgumentParser:
     """Build one parser of every command, which the command line itself never does. file,
     directory: shtab's markers."""
-    from shardwright.cluster.gpu_catalogue import catalogue
+    from shardwright.layout.gpu_cluster import catalogue
 
     parser = argparse.ArgumentParser(prog="shardwright")
     commands = parser.add_subparsers(dest="command")

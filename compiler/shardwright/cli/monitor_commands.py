@@ -92,7 +92,7 @@ def _status_json(status: RunStatus) -> dict[str, Any]:
 
 def _predicted_save_seconds(folder: Path) -> float | None:
     """Return None where the folder's recipe or model cannot be read."""
-    from shardwright.compiled_folder import read_folder
+    from shardwright.compile.compiled_folder import read_folder
     from shardwright.cost.goodput import goodput
     from shardwright.layout.planning_problem import Problem
     from shardwright.utils.json_values import copy_shared_fields

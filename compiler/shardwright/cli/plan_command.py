@@ -138,7 +138,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
-    from shardwright.compile import resolve_recipe
+    from shardwright.compile.recipe_compiler import resolve_recipe
     from shardwright.recipe.recipe_loader import load_recipe
 
     model = recipe_writer.model_source(args)

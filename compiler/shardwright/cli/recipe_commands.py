@@ -113,7 +113,7 @@ def _ask_gpu() -> str | None:
     """Ask for the GPU on a terminal; return None in a pipe, where nobody answers."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
-    from shardwright.cluster.gpu_catalogue import catalogue
+    from shardwright.layout.gpu_cluster import catalogue
 
     print(f"Known GPUs: {', '.join(catalogue()['gpus'])}", file=sys.stderr)
     print("gpu: ", end="", file=sys.stderr, flush=True)
@@ -135,7 +135,7 @@ def _exists(output: Path) -> Refusal:
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of
     the cluster."""
-    from shardwright.compile import read_problem
+    from shardwright.compile.recipe_compiler import read_problem
     from shardwright.search.layout_search import choose_layout
 
     recipe = load_model_recipe(text, (), words)
@@ -165,7 +165,7 @@ def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None
 
 
 def _fewest_nodes_that_fit(recipe: Recipe) -> int | None:
-    from shardwright.compile import read_problem
+    from shardwright.compile.recipe_compiler import read_problem
     from shardwright.search.layout_search import search
 
     nodes = 2 * (recipe.cluster.nodes or 1)
@@ -338,8 +338,8 @@ def run_check(args: argparse.Namespace) -> int:
 def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Return what compile would refuse of a loaded recipe, as far as that is known without
     torch."""
-    from shardwright.cluster.gpu_catalogue import gpu_errors, resolve_cluster
     from shardwright.engines.engine_table import engines_for
+    from shardwright.layout.gpu_cluster import gpu_errors, resolve_cluster
     from shardwright.models.model_check import check_model
     from shardwright.recipe.input_file_checks import check_files
     from shardwright.search.layout_rules import fp16_on_cpu_error, missing_peak_error

@@ -228,7 +228,7 @@ class StarterSettings:
 def starter_recipe_yaml(settings: StarterSettings, source: str) -> str:
     """Return YAML with a comment for each decision. source: the model's absolute folder, or its hub
     id. An unknown GPU or model gets a recipe too: the check that follows says what is wrong."""
-    from shardwright.cluster.gpu_catalogue import catalogue
+    from shardwright.layout.gpu_cluster import catalogue
 
     entry = catalogue()["gpus"].get(settings.gpu)
     peaks = entry["peak_tflops"] if entry is not None else {"bf16": 1.0}

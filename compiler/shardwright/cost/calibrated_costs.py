@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Time
 from shardwright.models.model_graph import ModelGraph

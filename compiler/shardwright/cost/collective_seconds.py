@@ -6,16 +6,16 @@ all-gather or a reduce-scatter, and twice both for an all-reduce (Thakur et al.,
 Yuan, 2009). NCCL builds one ring per adapter over the nodes. Where q members share a node, the data
 enters and leaves over q adapters at once. The rate per rank is then the smaller of q adapters' rate
 and the node's own links' rate. It falls with the number of ranks, by the fabric between nodes
-(cluster/collective_bandwidth.json).
+(cost/collective_bandwidth.json).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.cluster.collective_bandwidth import Collective, bandwidth_share
-from shardwright.cluster.gpu_catalogue import Cluster
+from shardwright.cost.collective_bandwidth import Collective, bandwidth_share
 from shardwright.cost.cost_constants import Constants
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.recipe.literal_types import Fabric
 
 # Gloo has no reduce-scatter: it takes at least an all-reduce's time. Its all-gather takes this many

@@ -11,8 +11,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from shardwright.cluster.gpu_catalogue import Gpu
 from shardwright.cost.cost_constants import Constants
+from shardwright.layout.gpu_cluster import Gpu
 from shardwright.utils.memoize import hashed_key, memoize
 
 # Output tiles of cuBLAS's kernels, rows x columns; a product runs with the fastest for its shape.

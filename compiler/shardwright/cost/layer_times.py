@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cluster.gpu_catalogue import Gpu
 from shardwright.cost.calibrated_costs import (
     host_overhead_seconds,
     measured_layer_seconds,
@@ -47,6 +46,7 @@ from shardwright.cost.vision_encoder_flops import largest_image_sequence
 from shardwright.engines.engine_table import traits_of
 from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
 from shardwright.layout.formats import FORMATS, element_bytes
+from shardwright.layout.gpu_cluster import Gpu
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph

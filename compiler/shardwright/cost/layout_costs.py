@@ -6,7 +6,6 @@ import functools
 import operator
 from dataclasses import dataclass, fields, replace
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.calibrated_costs import measured_over_predicted, scale_time
 from shardwright.cost.communication_bytes import StepTraffic, step_traffic
 from shardwright.cost.diloco_costs import inner_step_seconds, with_outer_step
@@ -39,6 +38,7 @@ from shardwright.cost.step_time import (
 )
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.axes import AXES
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate, Memory, StageMemory, Time, Training
 from shardwright.recipe.literal_types import PartialCheckpointing

@@ -7,7 +7,6 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.calibrated_costs import (
     calibration_for,
     measured_activation_bytes,
@@ -20,6 +19,7 @@ from shardwright.cost.vision_encoder_flops import vision_encoder_activation_byte
 from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import traits_of
 from shardwright.layout.formats import accumulation_dtype, element_bytes
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
 from shardwright.layout.layout import Layout, chunk_length
 from shardwright.layout.planning_problem import Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.cluster.gpu_catalogue import Cluster
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_types import Recipe
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
-from shardwright.cluster.gpu_catalogue import catalogue, resolve_cluster
 from shardwright.cost.peak_memory import estimate_memory
 from shardwright.diagnostics import Refusal, Severity
 from shardwright.engines.deepspeed.ds_config_schema import schema_mismatches
+from shardwright.layout.gpu_cluster import catalogue, resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Memory
 from shardwright.layout.planning_problem import Problem

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.models.model_files import TOKENIZER_PATTERNS
 from shardwright.plan.folder_paths import (
     HOSTFILE,

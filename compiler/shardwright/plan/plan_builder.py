@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 import shardwright
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.layout.axes import rank_coordinates
 from shardwright.layout.formats import accumulation_dtype, element_bytes
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap

@@ -11,7 +11,7 @@ from typing import Any
 from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
-from shardwright.compiled_folder import CompiledFolder
+from shardwright.compile.compiled_folder import CompiledFolder
 from shardwright.diloco.island_metrics import (
     MergedStep,
     effective_rounds,

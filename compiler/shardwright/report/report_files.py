@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardwright.compiled_folder import read_folder
+from shardwright.compile.compiled_folder import read_folder
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.report.step_timeline import chrome_trace
 from shardwright.utils.file_io import write_atomically

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import shardwright
-from shardwright.compiled_folder import CompiledFolder
+from shardwright.compile.compiled_folder import CompiledFolder
 from shardwright.cost.diloco_costs import IslandsCost, inner_step_seconds, islands_cost
 from shardwright.cost.goodput import goodput
 from shardwright.cost.layout_costs import training_estimate

@@ -7,13 +7,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.layer_shapes import model_shapes
 from shardwright.cost.layer_times import peak_flops
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
 from shardwright.cost.step_time import FORWARDS_PER_STEP, forward_flops_per_token
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.axes import reachable_world_sizes
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.layout_search import search
 

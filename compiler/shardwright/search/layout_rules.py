@@ -5,11 +5,11 @@ Lines are of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import rank_axes
 from shardwright.layout.formats import FORMATS, sums_are_rounded
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Candidate
 from shardwright.layout.stage_balancing import (
     max_decoder_layers_per_stage,

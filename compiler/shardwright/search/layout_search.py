@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.layout_costs import price
 from shardwright.cost.peak_memory import memory_is_accepted
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.layout.axes import AXES
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem

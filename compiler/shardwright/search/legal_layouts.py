@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import (
@@ -24,6 +23,7 @@ from shardwright.layout.axes import (
     world_factorizations,
     world_size_of,
 )
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Candidate, Layout, Rule, auto_by_default_axes
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.cluster.gpu_catalogue import Cluster, Gpu
 from shardwright.cost.layout_costs import Breakdown, break_down, price
 from shardwright.cost.peak_memory import estimate_memory, memory_is_accepted
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.layout.gpu_cluster import Cluster, Gpu
 from shardwright.layout.layout import Layout, axes_in_print_order, searched_axes
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem

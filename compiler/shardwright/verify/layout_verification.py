@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
+from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_types import Recipe

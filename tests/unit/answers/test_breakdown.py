@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.layout_costs import break_down
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import PartialCheckpointing

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import COMMANDS, main
-from shardwright.cluster.gpu_catalogue import catalogue
+from shardwright.layout.gpu_cluster import catalogue
 
 FITTING = (
     ("Qwen/Qwen3-8B", "a100-sxm4-80gb", 2, 8),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe, estimate_recipe
-from shardwright.compiled_folder import read_folder, write_folder
+from shardwright.compile.compiled_folder import read_folder, write_folder
+from shardwright.compile.recipe_compiler import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe

@@ -13,10 +13,10 @@ from shardwright.calibrate.calibration_file import (
     line,
     median_figure,
 )
-from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.cost.collective_seconds import Group, all_reduce_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.kernel_seconds import product_seconds
+from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.recipe.measurements import TimingSample
 from tests.unit.models.factory import recipe_of
 

@@ -20,8 +20,8 @@ from shardwright.checkpoint.huggingface_export import (
     drop_missing_tensors_from_config,
     export_checkpoint,
 )
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.parallel.model_loading import load_config
 from shardwright.plan.plan import read_plan

@@ -18,8 +18,8 @@ from tokenizers.models import BPE
 from shardwright.checkpoint.checkpoint_compatibility import check_resumable, compare_requirements
 from shardwright.cli.command_options import read_priced_recipe
 from shardwright.cli.diff_command import ResumeSide, resume_side, resume_verdict_of
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe

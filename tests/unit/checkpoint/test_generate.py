@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.parallel.model_loading import load_config
 from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe

@@ -13,8 +13,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.models.image_processor import load_processor
 from shardwright.parallel.model_loading import load_config
 from shardwright.plan.plan import read_plan

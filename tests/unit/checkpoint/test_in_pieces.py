@@ -16,8 +16,8 @@ import torch
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_manifest import read_manifest
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.engines.trainer_protocol import OwnedShard, engine_runtime
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import Case, newest_checkpoint, recipe, write_inputs

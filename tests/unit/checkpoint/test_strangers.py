@@ -13,8 +13,8 @@ import torch
 
 from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe

@@ -299,7 +299,9 @@ def test_flops_that_were_not_traced_are_told(
     untraced = dataclasses.replace(
         graph, layers=(*graph.layers[:-2], *last), config_hash=f"{source} in two layers"
     )
-    monkeypatch.setattr("shardwright.compile.build_model_graph", lambda section: untraced)
+    monkeypatch.setattr(
+        "shardwright.compile.recipe_compiler.build_model_graph", lambda section: untraced
+    )
     path = write(tmp_path, "r.yaml")
     for command, first in (
         ("estimate", lambda found: found),

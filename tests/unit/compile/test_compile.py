@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import (
+from shardwright.compile.recipe_compiler import (
     compile_recipe,
     estimate_recipe,
     read_inputs,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright import compiled_folder
-from shardwright.compiled_folder import MARKER, MARKER_TEXT, write_folder
+from shardwright.compile import compiled_folder
+from shardwright.compile.compiled_folder import MARKER, MARKER_TEXT, write_folder
 from shardwright.diagnostics import Refusal
 from tests.privileges import bound_by_permissions
 

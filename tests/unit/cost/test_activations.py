@@ -7,10 +7,10 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layer_shapes import activations
 from shardwright.cost.layer_times import layer_seconds
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.models.model_graph import saved_activations_entry
 from shardwright.recipe.literal_types import CHECKPOINTING
 from tests.unit.cost.test_estimate import change, estimate

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout, chunk_length
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_types import Recipe

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.compile import estimate_recipe
+from shardwright.compile.recipe_compiler import estimate_recipe
 from shardwright.cost.task_costs import HELD
 from shardwright.cost.vision_encoder_flops import largest_image_sequence, vision_encoder_flops
 from shardwright.models.graph_builder import catalog_graph

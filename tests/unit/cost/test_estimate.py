@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.layout_costs import training_estimate
 from shardwright.diagnostics import Refusal
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cluster.collective_bandwidth import bandwidth_share, fabrics
+from shardwright.cost.collective_bandwidth import bandwidth_share, fabrics
 from shardwright.recipe.literal_types import Fabric
 
 EFA = fabrics()["efa"]

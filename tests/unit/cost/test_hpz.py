@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import price
 from shardwright.cost.peak_memory import estimate_memory, framework_bytes, model_state_bytes
+from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_types import LoraSection, Recipe

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import estimate_recipe
-from shardwright.compiled_folder import price_planned_layout
+from shardwright.compile.compiled_folder import price_planned_layout
+from shardwright.compile.recipe_compiler import estimate_recipe
 from shardwright.cost.diloco_costs import DATA_PARALLEL, ISLANDS, inner_step_seconds, islands_cost
 from shardwright.cost.layout_costs import break_down
 from shardwright.recipe.recipe_loader import load_recipe

@@ -7,7 +7,6 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.collective_seconds import (
     all_reduce_seconds,
     bytes_per_second,
@@ -26,6 +25,7 @@ from shardwright.cost.kernel_seconds import (
     sustained_share,
     traffic_seconds,
 )
+from shardwright.layout.gpu_cluster import resolve_cluster
 from tests.unit.models.factory import recipe_of
 
 C = default_constants()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.prediction_errors import (
     LEAST_RUNS,
@@ -24,6 +23,7 @@ from shardwright.cost.prediction_errors import (
 )
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.engines.engine_table import engine_title
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
 from shardwright.recipe.recipe_types import LoraSection

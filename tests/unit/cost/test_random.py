@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.gpu_catalogue import Cluster, catalogue, resolve_cluster
 from shardwright.diagnostics import Refusal
+from shardwright.layout.gpu_cluster import Cluster, catalogue, resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem

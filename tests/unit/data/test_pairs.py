@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig, AutoProcessor
 
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.data_preparation import prepare
 from shardwright.data.data_summary import summarize
 from shardwright.data.dataset import open_dataset

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data import image_inputs as sight_module
 from shardwright.data.data_preparation import prepare
 from shardwright.data.data_summary import image_throughput

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diloco import link_probe
 from shardwright.diloco.link_probe import PlannedLink, check_outer_store_link
 from shardwright.diloco.outer_store_server import OuterStore

@@ -12,7 +12,7 @@ import pytest
 from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.deepspeed.deepspeed_files import (
     AUTOTP_FILE,

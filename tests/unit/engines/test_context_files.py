@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardwright.compile import CompileResult, compile_recipe
+from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.factory import SMALL_LLAMA
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import location_of
 from shardwright.engines.deepspeed.ds_config import (

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from shardwright.compile import compile_recipe, estimate_recipe
+from shardwright.compile.recipe_compiler import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines import engine_table
 from shardwright.engines.megatron import (
@@ -170,7 +170,7 @@ def test_who_holds_which_experts(
 ) -> None:
     """Neighbours among the ranks that do not cut an expert, each place as often as any."""
     monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
-    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    monkeypatch.setattr("shardwright.compile.recipe_compiler.package_errors", lambda engine: ())
     layout = {
         **LAYOUT,
         "tensor": tensor,
@@ -290,7 +290,7 @@ def test_what_the_proof_says(
         lambda question: asked.append(json.dumps(question)) or told,
     )
     monkeypatch.setattr(engine_table, "package_errors", lambda engine: ())
-    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    monkeypatch.setattr("shardwright.compile.recipe_compiler.package_errors", lambda engine: ())
     layout = {"tensor": 2, "pipeline": 1, "data": 2, "zero_stage": 1, "micro_batch_size": 2}
     recipe = load_recipe(write_recipe({"target": "megatron", "parallelism": layout}))
     if code is None:
@@ -341,7 +341,7 @@ def test_what_a_failed_proof_says_is_no_traceback(monkeypatch: pytest.MonkeyPatc
 def test_dropout_is_refused(
     write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    monkeypatch.setattr("shardwright.compile.recipe_compiler.package_errors", lambda engine: ())
     config = {**SMALL_LLAMA, "attention_dropout": 0.1}
     with pytest.raises(Refusal) as caught:
         compile_recipe(load_recipe(write_recipe({"target": "megatron", "model.config": config})))
@@ -351,7 +351,7 @@ def test_dropout_is_refused(
 def arguments(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
     """(megatron_args.sh, the warnings' codes)"""
     monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
-    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    monkeypatch.setattr("shardwright.compile.recipe_compiler.package_errors", lambda engine: ())
     made = compile_recipe(load_recipe(recipe))
     file = made.files.get("megatron_args.sh")
     return file and file.decode(), [w.code for w in made.warnings]
@@ -438,7 +438,7 @@ def test_what_its_script_has_no_option_for(
 ) -> None:
     """Said in a warning: train.py runs it all the same."""
     monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
-    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    monkeypatch.setattr("shardwright.compile.recipe_compiler.package_errors", lambda engine: ())
     made = compile_recipe(
         load_recipe(write_recipe({**H100, "parallelism": PIPED, "model.config": config}))
     )

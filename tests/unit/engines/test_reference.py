@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import resolve
 from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.parallel.learning_rate import learning_rate

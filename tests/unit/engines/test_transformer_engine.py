@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import estimate_recipe
+from shardwright.compile.recipe_compiler import estimate_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines.megatron import transformer_engine_layers
 from shardwright.engines.megatron.transformer_engine_layers import (

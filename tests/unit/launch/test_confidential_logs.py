@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.launch.launcher_process import _stream
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe

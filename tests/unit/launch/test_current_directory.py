@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.host_probe import Probe, ProbeRequest
 from shardwright.launch.launcher_process import run_detached

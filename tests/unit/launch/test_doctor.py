@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.launch.host_checks import HostCheckInput, _build_tools, _memory
 from shardwright.launch.host_probe import (
     HostFacts,

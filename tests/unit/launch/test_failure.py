@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.launch.run_state import port_was_taken, report_failure
 from shardwright.monitor.rank_events import EVENT_PREFIX
 from shardwright.monitor.run_files import PROGRESS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.host_checks import HostCheckInput, _versions
 from shardwright.launch.host_probe import HostFacts, ProbedHost

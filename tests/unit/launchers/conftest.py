@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import TWO_NODES, Compile
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.launchers.launcher_table import LAUNCHERS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.launcher_process import run_folder
 from shardwright.launch.launchers.launcher_table import unmounted_paths

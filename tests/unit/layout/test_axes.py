@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.layout import axes
 from shardwright.layout.axes import (
     AXES,
@@ -19,6 +18,7 @@ from shardwright.layout.axes import (
     reachable_world_sizes,
     world_factorizations,
 )
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout, in_layer_axes, in_layer_collectives_text
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_schema import recipe_schema

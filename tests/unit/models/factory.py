@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.diagnostics import Source
+from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.models import lora_target_paths as adapters
 from shardwright.models import model_probe

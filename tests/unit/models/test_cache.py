@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.models import graph_builder, graph_trace
 from shardwright.models.model_graph import ModelGraph

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import CompileResult, compile_recipe
+from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.parallel.model_loading import load_config
 from shardwright.recipe.recipe_loader import load_recipe

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from shardwright.compile import compile_recipe, estimate_recipe
+from shardwright.compile.recipe_compiler import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_sources import (

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import constants, errors
 from safetensors.torch import save_file
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.models.model_files import WeightsLocation
 from shardwright.models.model_sources import INDEX, locate_weights, weights_problem

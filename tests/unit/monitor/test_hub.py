@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.monitor import monitor_protocol
 from shardwright.monitor import monitor_server as hub_module
 from shardwright.monitor.monitor_protocol import (

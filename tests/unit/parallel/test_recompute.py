@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
-from shardwright.compile import compile_recipe
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import saved_activations_entry
 from shardwright.parallel.layer_compile_and_recompute import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_probe import context_parallel_blocker

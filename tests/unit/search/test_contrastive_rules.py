@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.axes import AXES, choices
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe, ValidationSection

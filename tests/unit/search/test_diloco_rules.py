@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import estimate_recipe
+from shardwright.compile.recipe_compiler import estimate_recipe
 from shardwright.layout.layout import Candidate
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.runnable_recipes import diloco_layout_verified

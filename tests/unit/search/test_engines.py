@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe, resolve_recipe
-from shardwright.compiled_folder import read_folder, write_folder
+from shardwright.compile.compiled_folder import read_folder, write_folder
+from shardwright.compile.recipe_compiler import compile_recipe, resolve_recipe
 from shardwright.cost.layout_costs import price
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Estimate

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Candidate
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.expert_modules import expert_modules
 from shardwright.models.graph_builder import build_model_graph

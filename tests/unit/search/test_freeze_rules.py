@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import (

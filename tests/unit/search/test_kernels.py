@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import resolve_recipe
+from shardwright.compile.recipe_compiler import resolve_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.report.plan_sentences import chosen_kernels_text

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import KeyPath
 from shardwright.diagnostics.code_registry import CODES
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.expert_modules import experts_per_layer

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.plan.plan import resolve_scheduler, zero_learning_rate_updates

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import NoiseScaleSection, Recipe, TrackingSection
 from shardwright.search.rule_registry import check_layout

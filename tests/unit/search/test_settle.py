@@ -7,8 +7,8 @@ import json
 import shutil
 from pathlib import Path
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.compiled_folder import read_folder
+from shardwright.compile.compiled_folder import read_folder
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.search.layout_resolution import estimate_layout, price_planned_layout
 from tests.unit.cost.test_hpz import ZERO3, recipe_for
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of

@@ -9,11 +9,11 @@ import itertools
 import pytest
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
-from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layer_times import pass_times
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import LayerStages
 from shardwright.layout.pipeline_step_time import step_seconds

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from shardwright.cli import main as cli
-from shardwright.compile import compile_recipe
-from shardwright.compiled_folder import write_folder
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data import dataset
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import BLOCK_BYTES, data_fingerprints

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli import main as cli
-from shardwright.compiled_folder import read_folder
+from shardwright.compile.compiled_folder import read_folder
 from shardwright.cost.goodput import goodput
 from shardwright.layout.planning_problem import Problem
 from shardwright.monitor.run_files import SaveWriter, read_save_statistics

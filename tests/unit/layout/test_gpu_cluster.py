@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cluster.gpu_catalogue import catalogue, resolve_cluster
 from shardwright.diagnostics import Refusal
+from shardwright.layout.gpu_cluster import catalogue, resolve_cluster
 from shardwright.recipe.recipe_types import InlineGpu
 from tests.unit.models.factory import recipe_of
 

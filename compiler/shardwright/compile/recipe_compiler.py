@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
-from shardwright.compiled_folder import check_checkpoint_folder, compiled_files, with_file_digests
+from shardwright.compile.compiled_folder import (
+    check_checkpoint_folder,
+    compiled_files,
+    with_file_digests,
+)
 from shardwright.cost.calibrated_costs import calibration_errors, check_calibration
 from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -24,6 +27,7 @@ from shardwright.engines.engine_table import (
 )
 from shardwright.launch.launchers.launch_files import is_launch_file
 from shardwright.launch.launchers.launcher_table import check_launch, plan_launch, unmounted_paths
+from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout import Candidate
 from shardwright.layout.layout_estimate import Estimate, PredictionError
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap

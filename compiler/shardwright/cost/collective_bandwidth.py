@@ -42,9 +42,7 @@ class BandwidthCurve(TypedDict):
 def fabrics() -> dict[Fabric, BandwidthCurve]:
     """Return the measured curve of each fabric."""
     text = (
-        resources.files("shardwright.cluster")
-        .joinpath("collective_bandwidth.json")
-        .read_text("utf-8")
+        resources.files("shardwright.cost").joinpath("collective_bandwidth.json").read_text("utf-8")
     )
     curves: dict[Fabric, BandwidthCurve] = json.loads(text)["fabrics"]
     return curves

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import ENGINES, engine_of, lowering_of, recipe_for_engine
 from shardwright.launch.launchers.launch_files import SCRIPT_NAMES, launch_files
 from shardwright.layout.formats import accumulation_dtype
+from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph, config_sha256

@@ -105,7 +105,7 @@ class Catalogue(TypedDict):
 @functools.cache
 def catalogue() -> Catalogue:
     data: Catalogue = json.loads(
-        resources.files("shardwright.cluster").joinpath("gpu_catalogue.json").read_text("utf-8")
+        resources.files("shardwright.layout").joinpath("gpu_catalogue.json").read_text("utf-8")
     )
     return data
 
