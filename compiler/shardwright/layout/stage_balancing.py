@@ -17,7 +17,6 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import Schedule
-from shardwright.utils.memoize import memoize
 
 
 def layer_flops_per_token(
@@ -43,14 +42,7 @@ def max_stages(graph: ModelGraph) -> int:
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
-@memoize(
-    lambda graph, sequence_length, vision_encoder_flops_per_token: (
-        graph.identity,
-        graph.cut,
-        sequence_length,
-        vision_encoder_flops_per_token,
-    )
-)
+@functools.lru_cache(maxsize=256)
 def _block_costs(
     graph: ModelGraph, sequence_length: int, vision_encoder_flops_per_token: int
 ) -> tuple[int, ...]:
@@ -77,7 +69,7 @@ def balanced_boundaries(
     return balanced_contiguous_boundaries(costs, stages)
 
 
-@memoize(lambda graph, sequence_length, parts: (graph.identity, sequence_length, parts))
+@functools.lru_cache(maxsize=4096)
 def balanced_interleaved_boundaries(
     graph: ModelGraph, sequence_length: int, parts: int
 ) -> tuple[int, ...]:

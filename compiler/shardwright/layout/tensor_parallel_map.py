@@ -8,6 +8,7 @@ row bias is replicated, and added once after the all-reduce.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,6 @@ from shardwright.models.model_graph import (
     Parameter,
     name_pattern,
 )
-from shardwright.utils.memoize import memoize
 
 # Model types whose linears are Conv1D, weight (in, out). All others have nn.Linear, (out, in).
 TRANSPOSED_LINEAR_TYPES = ("gpt2", "gpt-sw3", "openai-gpt")
@@ -228,7 +228,7 @@ def split_parameter(
     )
 
 
-@memoize(lambda graph: (graph.tensor_parallel_styles, graph.tensor_parallel_heads))
+@functools.lru_cache(maxsize=64)
 def _tables(graph: ModelGraph) -> tuple[dict[str, str], dict[str, int]]:
     return dict(graph.tensor_parallel_styles), dict(graph.tensor_parallel_heads)
 
@@ -334,7 +334,7 @@ _HELP = {
 }
 
 
-@memoize(lambda graph: (graph.config_hash, graph.tensor_parallel_kind))
+@functools.lru_cache(maxsize=64)
 def _counts(graph: ModelGraph) -> tuple[DivisibilityConstraint, ...]:
     styles, units = _tables(graph)
     found: list[DivisibilityConstraint] = []

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from shardwright.models.model_graph import Layer, ModelGraph
-from shardwright.utils.memoize import memoize
 
 _NUMBERED = re.compile(r"experts\.(\d+)\.")
 
 
-@memoize(lambda graph: graph.config_hash)  # rules ask for each layout
+@functools.lru_cache(maxsize=64)  # rules ask for each layout
 def experts_per_layer(graph: ModelGraph) -> int:
     """Return the number of experts in the decoder layer that has the most; 0 for a dense model."""
     return max(map(_of_layer, graph.layers))
 
 
-@memoize(lambda graph: graph.config_hash)
+@functools.lru_cache(maxsize=64)
 def expert_modules(graph: ModelGraph) -> dict[str, int]:
     """Map each module that stacks its experts in the first dimension of its parameters to their
     number.

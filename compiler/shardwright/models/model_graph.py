@@ -399,6 +399,10 @@ class ModelGraph:
     vision: VisionEncoder | None = None
     modules_run_per_image: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        """Hash the fields that tell most graphs apart: caches look graphs up thousands of times."""
+        return hash((self.config_hash, self.attention, self.tensor_parallel_kind, self.task))
+
     @property
     def identity(self) -> tuple[str, str, str, str, int]:
         """Return a key for memoization: all other fields follow from these."""

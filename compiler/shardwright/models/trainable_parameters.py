@@ -13,12 +13,13 @@ from shardwright.recipe.recipe_types import LoraSection
 MODEL_PARTS: tuple[str, ...] = get_args(ModelPart)
 
 
+@functools.lru_cache(maxsize=64)
 def frozen_parameter_names(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
     """Return the frozen parameters of graph.layers.
 
     freeze: `model.freeze`. The "text" part of a text-only model is all of it.
     """
-    return _frozen(graph, freeze) if freeze else frozenset()
+    return frozenset().union(*(parameters_matching(graph, entry) for entry in freeze))
 
 
 def parameters_matching(graph: ModelGraph, entry: str) -> frozenset[str]:
@@ -60,20 +61,6 @@ def is_decoder_frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> bool:
         p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters
     )
     return bool(frozen) and all(name in frozen for name in decoder)
-
-
-_KNOWN: dict[tuple[object, ...], frozenset[str]] = {}
-
-
-def _frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
-    """Return the memoized union of the entries' parameters: a search needs it thousands of
-    times."""
-    key = (graph.identity, freeze)
-    if key not in _KNOWN:
-        _KNOWN[key] = functools.reduce(
-            frozenset.union, (parameters_matching(graph, entry) for entry in freeze)
-        )
-    return _KNOWN[key]
 
 
 # LoRA (arXiv 2106.09685): the adapted modules and the sizes of their adapters.
