@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,10 +84,13 @@ def measure_kernels(bench: Stopwatch, seconds: float) -> None:
     dtype = DTYPES[job.precision]
     each = seconds / 2 / max(1, len(job.products))
     for p in job.products:
-        bench.attempt(
-            f"product {p.m} x {p.k} x {p.n}",
-            partial(_product, bench, p.m, p.n, p.k, dtype, each),
-        )
+
+        def product(m: int = p.m, n: int = p.n, k: int = p.k) -> None:
+            shapes = ((m, k), (n, k))
+            a, b = (torch.randn(shape, device=bench.device, dtype=dtype) for shape in shapes)
+            bench.time("product", {"m": m, "n": n, "k": k}, lambda: F.linear(a, b), each)
+
+        bench.attempt(f"product {p.m} x {p.k} x {p.n}", product)
     bench.attempt("attention", lambda: _attention(bench, dtype, seconds / 4))
     bench.attempt("memory traffic", lambda: _traffic(bench, TRAFFIC_BYTES[kind], seconds / 12))
     bench.attempt(
@@ -101,11 +103,6 @@ def measure_kernels(bench: Stopwatch, seconds: float) -> None:
             lambda: _adam(bench, "cpu adam", HOST_PARAMETERS, torch.device("cpu"), seconds / 12),
         )
         bench.attempt("pinned copies", lambda: _copies(bench, seconds / 12))
-
-
-def _product(bench: Stopwatch, m: int, n: int, k: int, dtype: torch.dtype, budget: float) -> None:
-    a, b = (torch.randn(shape, device=bench.device, dtype=dtype) for shape in ((m, k), (n, k)))
-    bench.time("product", {"m": m, "n": n, "k": k}, lambda: F.linear(a, b), budget)
 
 
 def _attention(bench: Stopwatch, dtype: torch.dtype, budget: float) -> None:

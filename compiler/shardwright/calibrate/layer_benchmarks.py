@@ -30,7 +30,7 @@ from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.parallel.model_loading import DTYPES, conv1d_to_linear, open_model
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.weight_loader import WeightLoader
-from shardwright.plan.plan import Plan, load_plan
+from shardwright.plan.plan import load_plan
 from shardwright.recipe.literal_types import Checkpointing
 
 NEVER_LEFT_OUT = 2
@@ -242,7 +242,11 @@ def measure_engine(bench: Stopwatch, job: EngineJob, seconds: float) -> None:
         shutil.copytree(compiled, folder)
         plan = load_plan(folder)
         trainer = engine_runtime(plan).build_trainer(plan, folder)
-        batch = [_micro_batch(plan) for _ in range(plan.strategy.gradient_accumulation_steps)]
+        shape = (plan.strategy.micro_batch_size, plan.training.sequence_length)
+        batch = []
+        for _ in range(plan.strategy.gradient_accumulation_steps):
+            ids = torch.randint(3, plan.model.vocabulary_size - 1, shape)
+            batch.append(MicroBatch(input_ids=ids, labels=ids.clone(), position_ids=None))
         sizes = {
             "zero_stage": job.zero_stage,
             "layers": plan.boundaries[-1] - 2,
@@ -257,9 +261,3 @@ def measure_engine(bench: Stopwatch, job: EngineJob, seconds: float) -> None:
         del trainer
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _micro_batch(plan: Plan) -> MicroBatch:
-    shape = (plan.strategy.micro_batch_size, plan.training.sequence_length)
-    ids = torch.randint(3, plan.model.vocabulary_size - 1, shape)
-    return MicroBatch(input_ids=ids, labels=ids.clone(), position_ids=None)

@@ -240,22 +240,17 @@ def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], in
         text = output.read().decode("utf-8", "replace")
     seconds, peaks = step_seconds(out), _PEAK.findall(text)
     peak = int(float(peaks[-1]) * 2**30) if peaks else None
-    return (
-        seconds[:steps],
-        peak,
-        "" if len(seconds) >= steps else why or _cause(text, process.returncode),
-    )
+    if len(seconds) >= steps:
+        return seconds[:steps], peak, ""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error[")]
+    cause = (errors or lines[-1:] or [f"exit code {process.returncode}"])[0]
+    return seconds, peak, why or f"did not run: {cause}"[:300]
 
 
 def step_seconds(out: Path) -> list[float]:
     """Return the seconds of each step so far."""
     return [float(line["step_seconds"]) for line in read_json_lines(out / "run" / "metrics.jsonl")]
-
-
-def _cause(text: str, code: int | None) -> str:
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error[")]
-    return f"did not run: {(errors or lines[-1:] or [f'exit code {code}'])[0]}"[:300]
 
 
 def add_runs(problem: Problem, runs: Sequence[RunMeasurement]) -> Measurements:
@@ -270,10 +265,21 @@ def add_runs(problem: Problem, runs: Sequence[RunMeasurement]) -> Measurements:
     earlier = (
         [] if calibration is None else [run for run in calibration.runs if run.pins not in fresh]
     )
+    cluster = problem.cluster
+    machine = MeasuredMachine(
+        device=cpu_name() if cluster.gpu.is_cpu else cluster.gpu.name,
+        is_cpu=cluster.gpu.is_cpu,
+        cores=cores(),
+        nodes=cluster.nodes,
+        ranks=cluster.world_size,
+        threads=max(1, cores() // cluster.gpus_per_node),
+        precision=recipe.training.precision,
+        versions=versions(),
+    )
     return Measurements(
         kind=KIND,
         version=VERSION,
-        machine=measured.found.machine if measured else _machine(problem),
+        machine=measured.found.machine if measured else machine,
         model=graph.config_hash,
         target=recipe.target,
         sequence_length=recipe.training.sequence_length,
@@ -282,18 +288,4 @@ def add_runs(problem: Problem, runs: Sequence[RunMeasurement]) -> Measurements:
         engine=calibration.engine if calibration else (),
         samples=measured.found.samples if measured else (),
         runs=(*earlier, *runs),
-    )
-
-
-def _machine(problem: Problem) -> MeasuredMachine:
-    cluster = problem.cluster
-    return MeasuredMachine(
-        device=cpu_name() if cluster.gpu.is_cpu else cluster.gpu.name,
-        is_cpu=cluster.gpu.is_cpu,
-        cores=cores(),
-        nodes=cluster.nodes,
-        ranks=cluster.world_size,
-        threads=max(1, cores() // cluster.gpus_per_node),
-        precision=problem.recipe.training.precision,
-        versions=versions(),
     )

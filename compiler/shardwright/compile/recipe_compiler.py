@@ -17,7 +17,6 @@ from shardwright.compile.compiled_folder import (
 from shardwright.cost.calibrated_costs import calibration_errors, check_calibration
 from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.engine_definition import Engine
 from shardwright.engines.engine_table import (
     ENGINES,
     engines_for,
@@ -210,14 +209,13 @@ def _check(recipe: Recipe) -> None:
     """Refuse what every engine refuses, where the engine is not chosen yet. Its own packages are
     checked once it is chosen."""
     engines = engines_for(recipe.target)
-    found = [_errors(recipe_for_engine(recipe, engine), engine) for engine in engines]
+    found = []
+    for engine in engines:
+        own = recipe_for_engine(recipe, engine)
+        errors = (*check_runnable(own), *check_files(own), *check_launch(own))
+        found.append((*errors, *engine.sbatch_option_errors(own), *calibration_errors(own)))
     if errors := (*min(found, key=len), *(package_errors(engines[0]) if len(engines) == 1 else ())):
         raise Refusal(*errors)
-
-
-def _errors(recipe: Recipe, engine: Engine) -> tuple[Diagnostic, ...]:
-    extra = (*engine.sbatch_option_errors(recipe), *calibration_errors(recipe))
-    return (*check_runnable(recipe), *check_files(recipe), *check_launch(recipe), *extra)
 
 
 def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnostic, ...]:

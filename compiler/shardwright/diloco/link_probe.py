@@ -153,12 +153,6 @@ def _request(link: AuthenticatedChannel, up: int, down: int) -> None:
     _probed(link)
 
 
-def _request_all(
-    pool: ThreadPoolExecutor, links: list[AuthenticatedChannel], up: int, down: int
-) -> None:
-    list(pool.map(lambda link: _request(link, up, down), links))
-
-
 def _rate(links: list[AuthenticatedChannel], trip: float, *, is_up: bool) -> float:
     """Return the rate of the last burst, in bytes per second, without the round trip that requests
     it."""
@@ -167,7 +161,8 @@ def _rate(links: list[AuthenticatedChannel], trip: float, *, is_up: bool) -> flo
         while True:
             each = size // len(links)
             began = time.monotonic()
-            _request_all(pool, links, *((each, 0) if is_up else (0, each)))
+            up, down = (each, 0) if is_up else (0, each)
+            list(pool.map(_request, links, [up] * len(links), [down] * len(links)))
             seconds = time.monotonic() - began
             if seconds >= ENOUGH_SECONDS or size >= MAX_BURST_BYTES:
                 return each * len(links) / max(seconds - trip, seconds / 10)

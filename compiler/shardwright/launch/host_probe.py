@@ -21,13 +21,13 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.preflight_checks import stale_build_locks
+from shardwright.utils.installation import installed_version
 from shardwright.utils.json_values import JsonObject
 
 # What `doctor` and its probe on each host say to each other, one JSON object a line. A probe
@@ -254,6 +254,12 @@ def main() -> int:
     folder = Path(request.folder)
     checkpoints = folder / request.checkpoints
     existing = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
+    if request.cpu:
+        devices = len(os.sched_getaffinity(0))
+    else:
+        import torch
+
+        devices = torch.cuda.device_count()
     # DeepSpeed takes the first address of hostname -I for the master's.
     with os.popen("hostname -I 2>/dev/null") as answer:
         words = answer.read().split()
@@ -263,12 +269,12 @@ def main() -> int:
                 time=time.time(),
                 hostname=socket.gethostname(),
                 python=platform.python_version(),
-                versions={name: _version(name) for name in PACKAGES},
+                versions={name: installed_version(name) for name in PACKAGES},
                 digest=digest(folder, request.checkpoints),
                 sees_marker=(folder / "run" / request.mark).exists(),
                 interfaces=tuple(name for _, name in socket.if_nameindex()),
                 address=words[0] if words else None,
-                devices=_devices(cpu=request.cpu),
+                devices=devices,
                 busy=() if request.cpu else tuple(_gpus_in_use()),
                 free_bytes=shutil.disk_usage(existing).free,
                 writable=os.access(existing, os.W_OK | os.X_OK),
@@ -325,13 +331,6 @@ def _answers(program: str) -> bool:
         return False
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def digest(folder: Path, checkpoints: str) -> str | None:
     """Hash every compiled file's name and bytes. Returns None where there is no plan."""
     if not (folder / "plan.json").is_file():
@@ -349,14 +348,6 @@ def digest(folder: Path, checkpoints: str) -> str | None:
         total.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
         total.update(path.read_bytes())
     return total.hexdigest()
-
-
-def _devices(*, cpu: bool) -> int:
-    if cpu:
-        return len(os.sched_getaffinity(0))
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _gpus_in_use() -> list[str]:

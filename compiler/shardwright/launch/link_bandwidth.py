@@ -3,6 +3,7 @@ plan's assumption."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -26,10 +27,18 @@ def measure(rank: int, world: int, device: torch.device, seconds: float) -> Link
     take longer than this in all.
     """
     end = time.monotonic() + seconds
+
+    def reduce(size: int) -> None:
+        distributed.all_reduce(torch.zeros(size // 4, dtype=torch.float32, device=device))
+
+    def copy(size: int) -> None:
+        torch.empty(size, dtype=torch.uint8, device=device).to("cuda:1")
+
     to_next = _to_next(rank, world, device, end) if world > 1 else None
-    all_reduce = _all_reduce(world, device, end) if world > 1 else None
+    reduced = _largest(reduce, device, end) if world > 1 else None
+    all_reduce = None if reduced is None else reduced * 2 * (world - 1) / world
     several = device.type == "cuda" and torch.cuda.device_count() > 1
-    local = _largest(lambda size: _copy(size, device), device, end, alone=True) if several else None
+    local = _largest(copy, device, end, alone=True) if several else None
     return LinkRates(to_next=to_next, all_reduce=all_reduce, local=local)
 
 
@@ -57,18 +66,6 @@ def _to_next(rank: int, world: int, device: torch.device, end: float) -> float |
     return mine
 
 
-def _all_reduce(world: int, device: torch.device, end: float) -> float | None:
-    def reduce(size: int) -> None:
-        distributed.all_reduce(torch.zeros(size // 4, dtype=torch.float32, device=device))
-
-    rate = _largest(reduce, device, end)
-    return None if rate is None else rate * 2 * (world - 1) / world
-
-
-def _copy(size: int, device: torch.device) -> None:
-    torch.empty(size, dtype=torch.uint8, device=device).to("cuda:1")
-
-
 def _largest(
     run: Callable[[int], object], device: torch.device, end: float, *, alone: bool = False
 ) -> float | None:
@@ -78,7 +75,12 @@ def _largest(
     for size in SIZES:
         run(size)  # the first opens connections
         _wait_for(device)
-        best = min(_seconds(run, size, device) for _ in range(TRANSFERS))
+        best = math.inf
+        for _ in range(TRANSFERS):
+            began = time.perf_counter()
+            run(size)
+            _wait_for(device)
+            best = min(best, max(time.perf_counter() - began, 1e-9))
         rate = size / best
         left = end - time.monotonic() - (SIZES[1] // SIZES[0]) * (TRANSFERS + 1) * best
         if not alone:
@@ -88,13 +90,6 @@ def _largest(
         if left < 0:
             break
     return rate
-
-
-def _seconds(run: Callable[[int], object], size: int, device: torch.device) -> float:
-    began = time.perf_counter()
-    run(size)
-    _wait_for(device)
-    return max(time.perf_counter() - began, 1e-9)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -61,17 +61,11 @@ def stale_build_locks(root: Path | None = None) -> tuple[Path, ...]:
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime > STALE_LOCK_AGE_SECONDS:
                 locks.append(path)
-    held = _open_files() if locks else set()
+    held: set[str] = set()
+    for process in psutil.process_iter() if locks else ():
+        with contextlib.suppress(psutil.Error, OSError):  # of another user
+            held.update(file.path for file in process.open_files())
     return tuple(path for path in locks if str(path.resolve()) not in held)
-
-
-def _open_files() -> set[str]:
-    """Return the open files of every process that this user may inspect."""
-    found: set[str] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            found.update(file.path for file in process.open_files())
-    return found
 
 
 def tested_versions(plan: Plan) -> dict[str, str]:

@@ -90,9 +90,12 @@ class RankMonitor:
             hub_port, where, self._server_host = self._store.get(_ADDRESS).decode().split()
             token = token or find_token(self.folder, where)
             if token is None:
-                raise self._authentication_refusal(
-                    f"has no token of this run in {_token_location(where)}"
+                place = (
+                    f"its environment ({TOKEN_VARIABLE})"
+                    if where == TOKEN_IN_ENVIRONMENT
+                    else "run/ of the folder as this host sees it"
                 )
+                raise self._authentication_refusal(f"has no token of this run in {place}")
             line = self._call(address, int(hub_port), token)
         except PermissionError as error:
             raise self._authentication_refusal(str(error)) from None
@@ -264,11 +267,3 @@ class RankMonitor:
         with contextlib.suppress(OSError):
             print(f"rank {self.rank} ends: {cause}", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _token_location(where: str) -> str:
-    return (
-        f"its environment ({TOKEN_VARIABLE})"
-        if where == TOKEN_IN_ENVIRONMENT
-        else "run/ of the folder as this host sees it"
-    )

@@ -357,15 +357,11 @@ def plan_data(data: DataSection, *, has_images: bool = False) -> DataSection:
     """has_images: the model has a processor, whose files hold the tokenizer, a byte's too."""
     path = None if data.kind == "synthetic" else data.path
     parts = tuple(plan_data(part, has_images=has_images) for part in data.mixture)
-    return dataclasses.replace(
-        data, path=path, tokenizer=_tokenizer(data, has_images), mixture=parts
-    )
-
-
-def _tokenizer(data: DataSection, has_images: bool) -> str | None:
-    if data.kind not in TOKENIZED_KINDS or data.tokenizer is None:
-        return None
-    return "byte" if data.tokenizer == "byte" and not has_images else TOKENIZER_DIRECTORY
+    tokenizer = None
+    if data.kind in TOKENIZED_KINDS and data.tokenizer is not None:
+        is_byte = data.tokenizer == "byte" and not has_images
+        tokenizer = "byte" if is_byte else TOKENIZER_DIRECTORY
+    return dataclasses.replace(data, path=path, tokenizer=tokenizer, mixture=parts)
 
 
 def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:

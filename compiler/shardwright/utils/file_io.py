@@ -62,16 +62,15 @@ def parse_json(text: str | bytes) -> JsonValue:
 def is_nested_too_deeply(value: JsonValue, max_depth: int = MAX_JSON_DEPTH) -> bool:
     level: list[JsonValue] = [value]
     for _ in range(max_depth + 1):
-        level = [below for item in level for below in _items(item)]
-        if not level:
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
             return False
+        level = [
+            below
+            for item in containers
+            for below in (item.values() if isinstance(item, dict) else item)
+        ]
     return True
-
-
-def _items(value: JsonValue) -> list[JsonValue]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 # A file of the user's own, written whole or not at all.

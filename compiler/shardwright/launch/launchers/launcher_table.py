@@ -171,7 +171,21 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
         message = f"launch.hostfile: under {launcher.name} the hosts come from the scheduler"
         wrong.append(found("SW5207", "launch.hostfile", message, "Remove it."))
     if launcher.uses_hostfile:
-        wrong.extend(_unquoted(launch, launcher.name))
+        values: list[tuple[tuple[str, ...], str]] = [
+            (("launch", "env", k), v) for k, v in sorted(launch.env)
+        ]
+        if launch.master_addr is not None:
+            values.append((("launch", "master_addr"), launch.master_addr))
+        why = f"cannot pass through {launcher.name}: DeepSpeed does not quote values for it"
+        help = (
+            "Use letters, digits and _ @ % + = : , . / - only. Set other values in "
+            "launch.setup_script."
+        )
+        wrong += [
+            found("SW5205", key, f"{'.'.join(key)}: {value!r} {why}", help)
+            for key, value in values
+            if not SHELL_SAFE.fullmatch(value)
+        ]
     return tuple(wrong)
 
 
@@ -212,20 +226,3 @@ def unmounted_paths(plan: Plan) -> tuple[Diagnostic, ...]:
         and path.startswith("/")
         and not any(f"{path}/".startswith(f"{folder.rstrip('/')}/") for folder in mounted)
     )
-
-
-def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
-    values: list[tuple[tuple[str, ...], str]] = [
-        (("launch", "env", k), v) for k, v in sorted(launch.env)
-    ]
-    if launch.master_addr is not None:
-        values.append((("launch", "master_addr"), launch.master_addr))
-    why = f"cannot pass through {launcher}: DeepSpeed does not quote values for it"
-    help = (
-        "Use letters, digits and _ @ % + = : , . / - only. Set other values in launch.setup_script."
-    )
-    return [
-        found("SW5205", key, f"{'.'.join(key)}: {value!r} {why}", help)
-        for key, value in values
-        if not SHELL_SAFE.fullmatch(value)
-    ]

@@ -83,7 +83,17 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
         else:
             yield HostCheck(name="controller", told="answers")
             yield _partition(plan, ping.out)
-            yield _slurm_job(folder)
+            # Partition, account, limits, features, memory, options: the controller judges the job
+            # script and forgets it.
+            answer = run_scheduler_command(
+                "sbatch", "--test-only", "launch/job.sh", "auto", cwd=folder
+            )
+            if answer.code == 0:
+                yield HostCheck(name="job", told=answer.said or "Slurm would take it")
+            else:
+                help = "Change launch.slurm in the recipe, and compile again."
+                problem = red("SW5315", f"Slurm would refuse the job: {answer.said}", help)
+                yield HostCheck(name="job", told="", problems=(problem,))
     path = folder.resolve()
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next(
@@ -129,20 +139,6 @@ def _partition(plan: Plan, rows: str) -> HostCheck:
         text = f"partition {wanted} has {nodes} nodes, but the plan needs {plan.nodes}"
         problems.append(red("SW5315", text, "Compile for fewer nodes, or name another partition."))
     return HostCheck(name="partition", told=f"{wanted}: {nodes} nodes", problems=tuple(problems))
-
-
-def _slurm_job(folder: Path) -> HostCheck:
-    """Partition, account, limits, features, memory, options: the controller judges the job script
-    and forgets it."""
-    answer = run_scheduler_command("sbatch", "--test-only", "launch/job.sh", "auto", cwd=folder)
-    if answer.code == 0:
-        return HostCheck(name="job", told=answer.said or "Slurm would take it")
-    help = "Change launch.slurm in the recipe, and compile again."
-    return HostCheck(
-        name="job",
-        told="",
-        problems=(red("SW5315", f"Slurm would refuse the job: {answer.said}", help),),
-    )
 
 
 def allocated_hosts() -> list[str]:
