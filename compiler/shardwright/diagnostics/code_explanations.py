@@ -46,7 +46,20 @@ def megatron_args_explanations() -> Mapping[str, CodeExplanation]:
 def _read(name: str) -> dict[str, CodeExplanation]:
     file = resources.files("shardwright.diagnostics").joinpath(name)
     table: dict[str, dict[str, str | int]] = tomllib.loads(file.read_text("utf-8"))
-    return {code: _explanation(code, entry) for code, entry in table.items()}
+    return {
+        code: CodeExplanation(
+            code=code,
+            title=CODES[code],
+            what=str(entry.get("what", "")),
+            why=str(entry.get("why", "")),
+            example=str(entry.get("example", "")),
+            instead=str(entry.get("instead", "")),
+            audience=str(entry.get("for", "")),
+            world_size=int(entry.get("world_size", 0)),
+            source=str(entry.get("source", "")),
+        )
+        for code, entry in table.items()
+    }
 
 
 def explanation(code: str) -> CodeExplanation | None:
@@ -57,21 +70,4 @@ def explanation(code: str) -> CodeExplanation | None:
         ds_config_explanations().get(code)
         or megatron_args_explanations().get(code)
         or CodeExplanation(code=code, title=CODES[code])
-    )
-
-
-def _explanation(code: str, entry: Mapping[str, str | int]) -> CodeExplanation:
-    def text(key: str) -> str:
-        return str(entry.get(key, ""))
-
-    return CodeExplanation(
-        code=code,
-        title=CODES[code],
-        what=text("what"),
-        why=text("why"),
-        example=text("example"),
-        instead=text("instead"),
-        audience=text("for"),
-        world_size=int(entry.get("world_size", 0)),
-        source=text("source"),
     )

@@ -39,7 +39,10 @@ def render_diagnostics(
     diagnostics: Iterable[Diagnostic], source: Source | None, *, color: bool
 ) -> str:
     """Return a block per diagnostic, with a blank line between two; "" without diagnostics."""
-    paint = _colored if color else _plain
+
+    def paint(tone: str, text: str) -> str:
+        return f"{tone}{text}{_RESET}" if color else text
+
     return "\n".join(_block(diagnostic, source, paint) for diagnostic in diagnostics)
 
 
@@ -190,11 +193,3 @@ def _shorten(text: str, columns: int, *, keep_end: bool) -> str:
             break
         kept = character + kept if keep_end else kept + character
     return f"...{kept}" if keep_end else f"{kept}..."
-
-
-def _plain(tone: str, text: str) -> str:
-    return text
-
-
-def _colored(tone: str, text: str) -> str:
-    return f"{tone}{text}{_RESET}"

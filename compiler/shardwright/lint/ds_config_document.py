@@ -59,7 +59,10 @@ def read_ds_config_text(path: str) -> str:
     SW4009."""
     name = STDIN if path == "-" else path
     try:
-        data = _standard_input() if path == "-" else read_regular_file(path, MOST_BYTES)
+        if path != "-":
+            data = read_regular_file(path, MOST_BYTES)
+        elif len(data := sys.stdin.buffer.read(MOST_BYTES + 1)) > MOST_BYTES:
+            raise OSError(errno.EFBIG, "it is too large")
     except IsADirectoryError:
         help = "Name the file, such as ds_config.json inside it."
         raise _refused(name, "SW4002", f"{path} is a folder", help) from None
@@ -76,13 +79,6 @@ def read_ds_config_text(path: str) -> str:
     except UnicodeDecodeError as error:
         message = f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
         raise _refused(name, "SW4003", message, "Save it as UTF-8.") from None
-
-
-def _standard_input() -> bytes:
-    data = sys.stdin.buffer.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise OSError(errno.EFBIG, "it is too large")
-    return data
 
 
 def parse_ds_config(name: str, text: str) -> Document:

@@ -60,8 +60,13 @@ def linted_ds_config(
 
 def lint(document: Document, ds_config: LintedDsConfig) -> tuple[LintFinding, ...]:
     """Return the findings by position in the file, errors first."""
-    found = [finding for rule in RULES.values() for finding in rule.check(ds_config)]
-    return tuple(sorted(found, key=lambda f: _order(document, f)))
+
+    def order(found: LintFinding) -> tuple[int, int, bool, str]:
+        place = _location(document, found)
+        return place.line, place.column, found.severity != "error", found.code
+
+    found = (finding for rule in RULES.values() for finding in rule.check(ds_config))
+    return tuple(sorted(found, key=order))
 
 
 def diagnostic(document: Document, found: LintFinding) -> Diagnostic:
@@ -90,11 +95,6 @@ def _location(document: Document, found: LintFinding) -> Location:
     return Location(
         file=document.name, line=1 if document.values else 0, column=1 if document.values else 0
     )
-
-
-def _order(document: Document, found: LintFinding) -> tuple[int, int, bool, str]:
-    place = _location(document, found)
-    return place.line, place.column, found.severity != "error", found.code
 
 
 # `--fix`: edits in the text itself, so that comments, order and indentation stay. One finding at a

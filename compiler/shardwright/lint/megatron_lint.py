@@ -132,7 +132,9 @@ def _words(text: str) -> Iterator[tuple[Span, str | None]]:
         uncommented = _COMMENT.sub("", line.rstrip("\r\n"))
         words = [m for m in _WORD.finditer(uncommented) if m[0] != "\\"]
         if not continued:
-            skips = bool(words) and _starts_program(uncommented, words[0][0])
+            first = words[0][0] if words else "--"
+            is_assigned = _ASSIGNED.match(uncommented.strip())
+            skips = not (first.startswith(("--", "$")) or is_assigned)  # a program starts here
         continued = uncommented.rstrip().endswith("\\")
         assigned = _ASSIGNED.match(uncommented.strip())
         for m in words:
@@ -150,14 +152,6 @@ def _words(text: str) -> Iterator[tuple[Span, str | None]]:
             if whole and whole != "export":
                 yield (offset + m.start(), offset + m.end()), _expanded(whole, variables)
         offset += len(line)
-
-
-def _starts_program(line: str, first: str) -> bool:
-    return (
-        not first.startswith("--")
-        and not _ASSIGNED.match(line.strip())
-        and not first.startswith("$")
-    )
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str | None:

@@ -197,15 +197,11 @@ def precision(s: ImportSources) -> None:
     for word in ("bf16", "fp16"):
         if word in s.command.words:
             s.draft.take(f"--{word}", PRECISION)
-    _accumulation(s, found)
-
-
-def _accumulation(s: ImportSources, precision: str | None) -> None:
     path, key = "data_types.grad_accum_dtype", "training.gradient_accumulation_dtype"
     given = format_spelled(s.get(path))
-    if given is not None and given in ("fp32", precision):
+    if given is not None and given in ("fp32", found):
         s.draft.put(key, given, path)
-    elif precision == "bf16":
+    elif found == "bf16":
         s.draft.note(
             "training",
             "gradients: DeepSpeed sums them in bf16 unless told; a recipe's auto is fp32",

@@ -16,7 +16,7 @@ from shardwright.diagnostics import Diagnostic, Location, Refusal, Source, found
 from shardwright.recipe.recipe_parser import MAX_RECIPE_BYTES, parse_recipe_text
 from shardwright.recipe.recipe_tree import LineOffsets, node_value
 from shardwright.utils.file_io import read_regular_text_file
-from shardwright.utils.json_values import JsonObject, JsonValue
+from shardwright.utils.json_values import JsonObject
 
 MOST_WORDS = 4096
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -219,14 +219,10 @@ def _accelerate_config_options(document: JsonObject) -> dict[str, str]:
             found |= _accelerate_config_options(value)
         elif not isinstance(value, Mapping | list):
             # The one option that has another name on the command line.
-            found["hostfile" if key == "deepspeed_hostfile" else key] = _text(value)
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            name = "hostfile" if key == "deepspeed_hostfile" else key
+            found[name] = "" if value is None else text
     return found
-
-
-def _text(value: JsonValue) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "" if value is None else str(value)
 
 
 def resolve_config_path(path: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -39,7 +40,11 @@ def cluster(s: ImportSources, folder: str) -> None:
 
     folder: absolute, of the recipe; relative paths start there
     """
-    hosts = _hosts(s)
+    hosts: dict[str, int] = {}
+    hostfile = s.command.option(*_HOSTFILE)
+    if hostfile is not None:
+        with contextlib.suppress(OSError, ValueError):
+            hosts = dict(hostfile_slots(read_regular_text_file(hostfile[1])))
     filtered = s.command.option("include")
     if filtered is not None:
         chosen = parse_include_filter(filtered[1])
@@ -85,8 +90,42 @@ def cluster(s: ImportSources, folder: str) -> None:
             "cluster.gpu",
             "the GPU: a name of the catalogue, such as h100-sxm-80gb or a100-sxm4-80gb",
         )
-    _launch(s, folder)
-    _environment(s)
+    if hostfile is not None:
+        if os.path.isfile(hostfile[1]):
+            s.draft.put("launch.hostfile", os.path.relpath(hostfile[1], folder), hostfile[0])
+        else:
+            why = "it is not on this machine; give it to `shardwright run --hostfile`"
+            s.draft.leave("launch", hostfile[0], hostfile[1], why)
+    address = s.word(as_text, "master_addr", "main_process_ip")
+    if address is not None and _HOST.fullmatch(address[1]):
+        s.draft.put("launch.master_addr", address[1], address[0])
+    port = s.word(as_count, "master_port", "main_process_port")
+    if port is not None and port[1] <= 65535:
+        s.draft.put("launch.master_port", port[1], port[0])
+    launcher = s.word(as_text, "launcher")
+    if launcher is not None and launcher[1].lower() in _LAUNCHERS:
+        s.draft.put("launch.launcher", launcher[1].lower(), launcher[0])
+    elif launcher is not None:
+        several = ", ".join(name for name, row in LAUNCHERS.items() if row.is_multi_node)
+        why = f"this launcher is none of a recipe's: {several}"
+        s.draft.leave("launch", launcher[0], launcher[1], why)
+    if "no_ssh" in s.command.options:
+        s.draft.put("launch.launcher", "no_ssh", "--no_ssh")
+    values = {k: v for k, v in s.command.environment.items() if k not in s.draft.carried}
+    secret = sorted(name for name in values if is_secret(name))
+    plain = {
+        name: value
+        for name, value in sorted(values.items())
+        if name not in secret and value.isprintable()
+    }
+    if plain:
+        s.draft.put("launch.env", dict(plain), "the command", *plain)
+    if secret:
+        s.draft.put(
+            "launch.env_from", list(secret), "the command; a recipe holds no secret values", *secret
+        )
+    for name, value in values.items():
+        s.draft.leave("launch", name, value, "a value with control characters")
     for name, why in _UNUSED_OPTIONS.items():
         if name in s.command.options:
             s.draft.leave("launch", f"--{name}", s.command.options[name], why)
@@ -115,56 +154,3 @@ def _size_of_counts(s: ImportSources) -> None:
         s.nodes = 1
     if total is not None and s.gpus_per_node is None and s.nodes and total[1] % s.nodes == 0:
         s.gpus_per_node = total[1] // s.nodes
-
-
-def _hosts(s: ImportSources) -> dict[str, int]:
-    found = s.command.option(*_HOSTFILE)
-    if found is None:
-        return {}
-    try:
-        return dict(hostfile_slots(read_regular_text_file(found[1])))
-    except (OSError, ValueError):
-        return {}
-
-
-def _launch(s: ImportSources, folder: str) -> None:
-    hostfile = s.command.option(*_HOSTFILE)
-    if hostfile is not None:
-        if os.path.isfile(hostfile[1]):
-            s.draft.put("launch.hostfile", os.path.relpath(hostfile[1], folder), hostfile[0])
-        else:
-            why = "it is not on this machine; give it to `shardwright run --hostfile`"
-            s.draft.leave("launch", hostfile[0], hostfile[1], why)
-    address = s.word(as_text, "master_addr", "main_process_ip")
-    if address is not None and _HOST.fullmatch(address[1]):
-        s.draft.put("launch.master_addr", address[1], address[0])
-    port = s.word(as_count, "master_port", "main_process_port")
-    if port is not None and port[1] <= 65535:
-        s.draft.put("launch.master_port", port[1], port[0])
-    launcher = s.word(as_text, "launcher")
-    if launcher is not None and launcher[1].lower() in _LAUNCHERS:
-        s.draft.put("launch.launcher", launcher[1].lower(), launcher[0])
-    elif launcher is not None:
-        several = ", ".join(name for name, row in LAUNCHERS.items() if row.is_multi_node)
-        why = f"this launcher is none of a recipe's: {several}"
-        s.draft.leave("launch", launcher[0], launcher[1], why)
-    if "no_ssh" in s.command.options:
-        s.draft.put("launch.launcher", "no_ssh", "--no_ssh")
-
-
-def _environment(s: ImportSources) -> None:
-    values = {k: v for k, v in s.command.environment.items() if k not in s.draft.carried}
-    secret = sorted(name for name in values if is_secret(name))
-    plain = {
-        name: value
-        for name, value in sorted(values.items())
-        if name not in secret and value.isprintable()
-    }
-    if plain:
-        s.draft.put("launch.env", dict(plain), "the command", *plain)
-    if secret:
-        s.draft.put(
-            "launch.env_from", list(secret), "the command; a recipe holds no secret values", *secret
-        )
-    for name, value in values.items():
-        s.draft.leave("launch", name, value, "a value with control characters")

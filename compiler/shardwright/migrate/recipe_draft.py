@@ -296,7 +296,9 @@ def _section(draft: RecipeDraft, path: str, values: JsonObject, depth: int) -> I
             if isinstance(value, Mapping) and value:
                 yield from _section(draft, below, value, depth + 1)
             else:
-                yield f"{inside}{scalar(key)}: {flow(value)}{_origin_comment(draft, below)}"
+                origin = draft.fill.get(below) or draft.origins.get(below)
+                comment = f" # {escape_control_characters(origin)}" if origin else ""
+                yield f"{inside}{scalar(key)}: {flow(value)}{comment}"
     for note in draft.comments(path):
         text = note if values else f"{path}: {note}"
         line = ""
@@ -313,11 +315,6 @@ def _section(draft: RecipeDraft, path: str, values: JsonObject, depth: int) -> I
         if p.rpartition(".")[0] == path and p.rpartition(".")[2] not in values
     ]:
         yield from _section(draft, below, {}, depth + 1 if values else depth)
-
-
-def _origin_comment(draft: RecipeDraft, key: str) -> str:
-    text = draft.fill.get(key) or draft.origins.get(key)
-    return f" # {escape_control_characters(text)}" if text else ""
 
 
 def flow(value: JsonValue) -> str:

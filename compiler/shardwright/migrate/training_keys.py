@@ -63,13 +63,32 @@ def batch(s: ImportSources) -> None:
 
     Two of them determine the third.
     """
-    data = _data_ranks(s)
+    data = None
+    tensor, pipeline = (s.draft.values[f"parallelism.{axis}"] for axis in ("tensor", "pipeline"))
+    if s.world_size and isinstance(tensor, int) and isinstance(pipeline, int):
+        data = s.world_size // (tensor * pipeline) or None
     train, steps = s.integer(TRAIN_BATCH_SIZE_KEY), s.integer(ACCUMULATION_STEPS_KEY)
     typed = s.word(as_count, ACCUMULATION_STEPS_KEY)
     steps = (
         steps or (typed[1] if typed else None) or (1 if s.is_trainer and s.has_command else None)
     )
-    micro = _micro_batch_size(s, train, steps, data)
+    micro = s.settle(
+        MICRO_BATCH,
+        as_count,
+        *_MICRO_BATCH_ARGUMENTS,
+        dotted=MICRO_BATCH_SIZE_KEY,
+        default=TRAINER_MICRO_BATCH_SIZE,
+    )
+    if s.world_size is None and train and micro and steps and train % (micro * steps) == 0:
+        s.world_size = train // (micro * steps)
+    if micro is None and train and data and train % (data * (steps or 1)) == 0:
+        micro = train // (data * (steps or 1))
+        s.draft.put(
+            MICRO_BATCH,
+            micro,
+            f"{TRAIN_BATCH_SIZE_KEY} / {ACCUMULATION_STEPS_KEY} / {data} data ranks",
+            *s.there(MICRO_BATCH_SIZE_KEY),
+        )
     if train:
         s.draft.put(BATCH, train, TRAIN_BATCH_SIZE_KEY)
     elif micro and data:
@@ -93,38 +112,6 @@ def batch(s: ImportSources) -> None:
                 "sequences"
             ),
         )
-
-
-def _data_ranks(s: ImportSources) -> int | None:
-    tensor, pipeline = (s.draft.values[f"parallelism.{axis}"] for axis in ("tensor", "pipeline"))
-    if not s.world_size or not isinstance(tensor, int) or not isinstance(pipeline, int):
-        return None
-    return s.world_size // (tensor * pipeline) or None
-
-
-def _micro_batch_size(
-    s: ImportSources, train: int | None, steps: int | None, data: int | None
-) -> int | None:
-    """Return the micro-batch, given or derived; records the world size where the others
-    determine it."""
-    micro = s.settle(
-        MICRO_BATCH,
-        as_count,
-        *_MICRO_BATCH_ARGUMENTS,
-        dotted=MICRO_BATCH_SIZE_KEY,
-        default=TRAINER_MICRO_BATCH_SIZE,
-    )
-    if s.world_size is None and train and micro and steps and train % (micro * steps) == 0:
-        s.world_size = train // (micro * steps)
-    if micro is None and train and data and train % (data * (steps or 1)) == 0:
-        micro = train // (data * (steps or 1))
-        s.draft.put(
-            MICRO_BATCH,
-            micro,
-            f"{TRAIN_BATCH_SIZE_KEY} / {ACCUMULATION_STEPS_KEY} / {data} data ranks",
-            *s.there(MICRO_BATCH_SIZE_KEY),
-        )
-    return micro
 
 
 def length(s: ImportSources) -> None:
@@ -189,7 +176,11 @@ _IMPLEMENTATION = frozenset(
 def optimizer(s: ImportSources) -> None:
     kind = as_text(s.get("optimizer.type"))
     if kind is not None and kind.lower() not in _ADAM:
-        _reject_optimizer(s, kind)
+        why = "AdamW is the one optimizer of a recipe; its learning rate is another one"
+        s.draft.leave(SECTION, "optimizer.type", kind, why)
+        for name, value in s.section("optimizer.params").items():
+            s.draft.leave(SECTION, f"optimizer.params.{name}", value, f"of {kind}")
+        s.draft.ask(f"{SECTION}.lr", f"the learning rate for AdamW; the file trains by {kind}")
         return
     if kind is not None:
         s.draft.put(f"{SECTION}.name", "adamw", f"optimizer.type: {kind}", "optimizer.type")
@@ -231,14 +222,6 @@ def optimizer(s: ImportSources) -> None:
             else "a recipe's AdamW has no such parameter"
         )
         s.draft.leave(SECTION, f"optimizer.params.{name}", value, why)
-
-
-def _reject_optimizer(s: ImportSources, kind: str) -> None:
-    why = "AdamW is the one optimizer of a recipe; its learning rate is another one"
-    s.draft.leave(SECTION, "optimizer.type", kind, why)
-    for name, value in s.section("optimizer.params").items():
-        s.draft.leave(SECTION, f"optimizer.params.{name}", value, f"of {kind}")
-    s.draft.ask(f"{SECTION}.lr", f"the learning rate for AdamW; the file trains by {kind}")
 
 
 def _betas(s: ImportSources) -> None:

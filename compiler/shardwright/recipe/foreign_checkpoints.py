@@ -3,6 +3,7 @@ read."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +135,12 @@ _KINDS = (
 
 def identify_checkpoint(folder: Path) -> ForeignCheckpoint | None:
     """Return the format of a folder; None where it is no known checkpoint of another program."""
-    return next(
-        (kind for kind in _KINDS if any(_matches(folder, files) for files in kind.files)), None
-    )
+    for kind in _KINDS:
+        for files in kind.files:  # all that + separates have to match
+            with contextlib.suppress(OSError):
+                if all(next(folder.glob(pattern), None) for pattern in files.split("+")):
+                    return kind
+    return None
 
 
 def foreign_checkpoint_error(folder: Path, key: KeyPath | None = None) -> Diagnostic | None:
@@ -145,18 +149,9 @@ def foreign_checkpoint_error(folder: Path, key: KeyPath | None = None) -> Diagno
     kind = identify_checkpoint(folder)
     if kind is None:
         return None
-    root = (
-        folder.parent if (folder.parent / "latest").is_file() else folder
-    )  # of DeepSpeed's global_step folders
+    # DeepSpeed's global_step folders lie in the checkpoint.
+    root = folder.parent if (folder.parent / "latest").is_file() else folder
     help = kind.help.format(path=shlex.quote(str(root)), out=shlex.quote(f"{root}-weights"))
     return found(
         "SW6220", key, f"{str(folder)!r} is a checkpoint of another program: {kind.name}", help
     )
-
-
-def _matches(folder: Path, files: str) -> bool:
-    """Tell whether the folder has a file for each of the globs, which + separates."""
-    try:
-        return all(next(folder.glob(pattern), None) is not None for pattern in files.split("+"))
-    except OSError:
-        return False

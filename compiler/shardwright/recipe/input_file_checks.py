@@ -23,19 +23,13 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
         found += _model_folder(recipe.model.source)
     for key, data in recipe.dataset_sections():
         found += _data(data, key, recipe.training.sequence_length)
-    for name_, path in (
-        ("hostfile", recipe.launch.hostfile),
-        ("setup_script", recipe.launch.setup_script),
-    ):
+    for name in ("hostfile", "setup_script"):
+        path = getattr(recipe.launch, name)
         if path is not None:
-            found += _file(path, ("launch", name_))
+            found += _file(path, ("launch", name))
     # A tokenizer that follows from model.source has been reported there.
-    written = [
-        d
-        for d in found
-        if d.key != ("data", "tokenizer") or recipe.source.locations.get(("data", "tokenizer"))
-    ]
-    return tuple(written)
+    key = ("data", "tokenizer")
+    return tuple(d for d in found if d.key != key or key in recipe.source.locations)
 
 
 def _model_folder(source: str) -> Iterator[Diagnostic]:
@@ -68,7 +62,14 @@ def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator
         return
     key = (*section, "path")
     if kind in GLOB_KINDS:
-        yield from _matches(path, key)
+        found_files = filter(os.path.isfile, glob.iglob(path, recursive=True))
+        if os.path.isfile(path) or next(found_files, None) is not None:
+            return
+        if os.path.isdir(path):
+            help = f"Name its files: {path}/* for those in it, {path}/** for all below."
+            yield _wrong_file(key, path, "is a folder", help, "SW1301")
+        else:
+            yield _missing(key, f"no file matches {quote_text(path, 200)}", path, "")
     elif kind == "megatron":
         for ending in (".idx", ".bin"):
             yield from _file(path + ending, key)
@@ -76,18 +77,6 @@ def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator
         yield from (
             _file(path, key) if not os.path.isfile(path) else _tokens(path, key, sequence_length)
         )
-
-
-def _matches(path: str, key: KeyPath) -> Iterator[Diagnostic]:
-    if os.path.isfile(path) or any(
-        os.path.isfile(match) for match in glob.iglob(path, recursive=True)
-    ):
-        return
-    if os.path.isdir(path):
-        help = f"Name its files: {path}/* for those in it, {path}/** for all below."
-        yield _wrong_file(key, path, "is a folder", help, "SW1301")
-    else:
-        yield _missing(key, f"no file matches {quote_text(path, 200)}", path, "")
 
 
 def _file(path: str, key: KeyPath) -> Iterator[Diagnostic]:
@@ -102,31 +91,24 @@ def _file(path: str, key: KeyPath) -> Iterator[Diagnostic]:
 def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
     import numpy as np
 
+    expected = "integers of shape (samples, sequence_length)"
     problem = ""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         problem = f"is not a .npy array: {' '.join(str(error).split())}"
     else:
-        if (
-            not isinstance(array, np.ndarray)
-            or array.ndim != 2
-            or not np.issubdtype(array.dtype, np.integer)
-        ):
-            shape = (
-                f"{array.dtype} of shape {array.shape}"
-                if isinstance(array, np.ndarray)
-                else "an .npz archive"
-            )
-            problem = f"holds {shape}, not integers of shape (samples, sequence_length)"
+        if not isinstance(array, np.ndarray):
+            problem = f"holds an .npz archive, not {expected}"
+        elif array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            problem = f"holds {array.dtype} of shape {array.shape}, not {expected}"
         elif array.shape[1] != sequence_length:
             problem = (
-                f"has rows of {array.shape[1]} tokens, and training.sequence_length is "
+                f"has sequences of {array.shape[1]} tokens, but training.sequence_length is "
                 f"{sequence_length}"
             )
     if problem:
-        help = "Save an integer array of shape (samples, sequence_length) with numpy.save."
-        yield _wrong_file(key, path, problem, help)
+        yield _wrong_file(key, path, problem, f"Save {expected} with numpy.save.")
 
 
 def _wrong_file(key: KeyPath, path: str, what: str, help: str, code: str = "SW1302") -> Diagnostic:

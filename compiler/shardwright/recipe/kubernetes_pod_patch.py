@@ -45,20 +45,19 @@ def kubernetes_version() -> str:
 @functools.cache
 def pod_fields_of(type_name: str) -> Mapping[str, PodFieldType]:
     """Return the fields of a type; {} where it has none of its own."""
-    return {name: _kind(text) for name, text in _table()["types"].get(type_name, {}).items()}
+    fields = {}
+    for name, text in _table()["types"].get(type_name, {}).items():
+        match = _KIND.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{TABLE_FILE.name}: {text!r} is no kind of value")
+        holds = {"": "one", "[": "list", "{": "map"}[match["open"]]
+        fields[name] = PodFieldType(holds=holds, item=match["item"], merge_key=match["key"] or "")
+    return fields
 
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", json.loads(TABLE_FILE.read_text(encoding="utf-8")))
-
-
-def _kind(text: str) -> PodFieldType:
-    match = _KIND.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{TABLE_FILE.name}: {text!r} is no kind of value")
-    holds = {"": "one", "[": "list", "{": "map"}[match["open"]]
-    return PodFieldType(holds=holds, item=match["item"], merge_key=match["key"] or "")
 
 
 KEY: KeyPath = ("launch", "kubernetes", "pod_patch")
@@ -122,7 +121,11 @@ def _check_fields(
     for field, below in value.items():
         there = (*place, field)
         if field not in known:
-            yield _unknown(field, (*key, field), tuple(known))
+            near = tuple(difflib.get_close_matches(field, known, n=1, cutoff=0.6))
+            version, shown = kubernetes_version(), quote_text(field)
+            message = f"{dotted_key(key)}: Kubernetes {version} has no field {shown} here"
+            help = f"Did you mean `{near[0]}`?" if near else f"Fields here: {', '.join(known)}."
+            yield found("SW1221", (*key, field), message, help, near)
         elif (why := _reason(there, below, reserved)) is not None:
             yield _reserved_error((*key, field), why)
         else:
@@ -192,22 +195,8 @@ def _check_item(
         yield _other_type(key, wanted, value)
 
 
-def _unknown(field: str, key: KeyPath, known: tuple[str, ...]) -> Diagnostic:
-    near = tuple(difflib.get_close_matches(field, known, n=1, cutoff=0.6))
-    return found(
-        "SW1221",
-        key,
-        (
-            f"{dotted_key(key[:-1])}: Kubernetes {kubernetes_version()} has no field "
-            f"{quote_text(field)} here"
-        ),
-        f"Did you mean `{near[0]}`?" if near else f"The fields here are {', '.join(known)}.",
-        near,
-    )
-
-
 def _reserved_error(key: KeyPath, why: str) -> Diagnostic:
-    return found("SW1223", key, f"{dotted_key(key)} does not belong here: {why}", "Remove it.")
+    return found("SW1223", key, f"{dotted_key(key)} cannot be set here: {why}", "Remove it.")
 
 
 def _other_type(key: KeyPath, wanted: str, value: JsonValue) -> Diagnostic:

@@ -164,9 +164,8 @@ class RecipeComposer:
         entries = {name: e for name, e in root.entries.items() if name != "extends"}
         root = dataclasses.replace(root, entries=entries)
         if not base_name or any(ord(c) < 32 for c in base_name):
-            self._error(
-                "SW1022", "`extends` does not name a file", place, "Write the path of a recipe."
-            )
+            help = "Write the path of a recipe."
+            self._error("SW1022", "`extends` does not name a file", place, help)
             return root
         here = os.getcwd() if name == STDIN else os.path.dirname(name)
         path = os.path.normpath(os.path.join(here, os.path.expanduser(base_name)))
@@ -174,9 +173,9 @@ class RecipeComposer:
             names = [os.path.basename(p) for p in (*chain, path)]
             self._error(
                 "SW1021",
-                f"`extends` goes round: {' -> '.join(names)}",
+                f"`extends` is a cycle: {' -> '.join(names)}",
                 place,
-                "Let one of them stand alone.",
+                "Remove `extends` from one of them.",
             )
             return root
         text = self._text(path, place)
@@ -259,13 +258,13 @@ class RecipeComposer:
         if isinstance(root, MapNode):
             return root
         if not errors:
-            empty = root is None or (isinstance(root, ScalarNode) and root.value is None)
-            self._error(
-                "SW1004" if empty else "SW1012",
-                "the recipe is empty" if empty else "the recipe is not a mapping of keys to values",
-                Location(file=name, line=1, column=1) if empty or root is None else root.location,
-                "A recipe begins with `version: 1`; `shardwright schema` prints every key.",
-            )
+            help = "A recipe begins with `version: 1`; `shardwright schema` prints every key."
+            if root is None or (isinstance(root, ScalarNode) and root.value is None):
+                first = Location(file=name, line=1, column=1)
+                self._error("SW1004", "the recipe is empty", first, help)
+            else:
+                message = "the recipe is not a mapping of keys to values"
+                self._error("SW1012", message, root.location, help)
         return None
 
     def _text(self, name: str, place: Location | None) -> str | None:
@@ -274,27 +273,22 @@ class RecipeComposer:
         if name == STDIN and self._stdin_text is not None:
             return self._stdin_text.removeprefix("\ufeff")
         try:
-            data = _read_bytes(name)
+            if name == STDIN:
+                data = sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)  # bounded, so that it ends
+            else:
+                data = read_regular_file(name, MAX_RECIPE_BYTES)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno == errno.EFBIG:
                 self._too_large(name)
                 return None
-            code = (
-                "SW1022"
-                if place
-                else "SW1002"
-                if isinstance(error, IsADirectoryError)
-                else "SW1001"
-            )
             cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            self._error(
-                code,
-                f"cannot read {name}: {cause}",
-                place or Location(file=name, line=0, column=0),
-                "Give the path of a recipe, a YAML or JSON file; `-` is standard input."
-                if place is None
-                else "`extends` is relative to this file.",
-            )
+            message = f"cannot read {name}: {cause}"
+            if place is not None:
+                self._error("SW1022", message, place, "`extends` is relative to this file.")
+            else:
+                code = "SW1002" if isinstance(error, IsADirectoryError) else "SW1001"
+                help = "Give the path of a recipe, a YAML or JSON file; `-` is standard input."
+                self._error(code, message, Location(file=name, line=0, column=0), help)
             return None
         if len(data) > MAX_RECIPE_BYTES:
             self._too_large(name)
@@ -325,13 +319,6 @@ class RecipeComposer:
 
     def _error(self, code: str, message: str, place: Location, help: str) -> None:
         self.errors.append(found(code, place, message, help))
-
-
-def _read_bytes(name: str) -> bytes:
-    """Read a file; of standard input at most one byte more than a recipe may have."""
-    if name == STDIN:
-        return sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)
-    return read_regular_file(name, MAX_RECIPE_BYTES)
 
 
 def merge_maps(

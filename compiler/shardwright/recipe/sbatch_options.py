@@ -28,8 +28,8 @@ _REQUEUE = "launch.slurm.requeue decides it"
 _CONTAINER = "launch.slurm.container decides it"
 _LOG = "`run` and `logs` look for the job's output in run/slurm-JOB.log"
 _FOLDER = "the job is launch/job.sh, in the compiled folder"
-_ENVIRONMENT = "launch.env and launch.env_from decide what the ranks see"
-_COMMAND_LINE = "it is of sbatch's command line and says nothing about the job"
+_ENVIRONMENT = "launch.env and launch.env_from set the ranks' environment"
+_COMMAND_LINE = "it is an option of sbatch's command line, not of the job"
 
 RESERVED_OPTIONS: dict[str, str] = {
     **dict.fromkeys(
@@ -112,17 +112,13 @@ class RecipeOption:
 
 def sbatch_arguments(extra: JsonValue) -> tuple[str, ...]:
     """Return the #SBATCH options of an `extra` without errors, as `--name=value`."""
-    return tuple(
-        _word(given.option, given.value)
-        for given in _recipe_options(extra)
-        if given.option is not None
-    )
-
-
-def _word(option: SbatchOption, value: str | None) -> str:
-    if value is None:
-        return f"--{option.name}"
-    return f'--{option.name}="{value}"' if " " in value else f"--{option.name}={value}"
+    arguments = []
+    for given in _recipe_options(extra):
+        if given.option is not None:
+            quoted = f'"{given.value}"' if " " in (given.value or "") else given.value
+            name = f"--{given.option.name}"
+            arguments.append(name if quoted is None else f"{name}={quoted}")
+    return tuple(arguments)
 
 
 def _recipe_options(extra: JsonValue) -> Iterator[RecipeOption]:
@@ -156,10 +152,19 @@ def sbatch_option_errors(extra: JsonValue) -> Iterator[Diagnostic]:
     for given in _recipe_options(extra):
         option = given.option
         if option is None:
-            yield _unknown(given)
+            dashed = f"-{given.name}" if len(given.name) == 1 else f"--{given.name}"
+            written = given.name.lower().replace("_", "-")
+            near = tuple(difflib.get_close_matches(written, options(), n=1, cutoff=0.6))
+            message = f"launch.slurm.extra: {dashed} is no option of sbatch (Slurm {versions()})"
+            help = (
+                "Give an option of your site's plugins on the command line: `sbatch --its-option "
+                "launch/job.sh`, in the compiled folder."
+            )
+            help = f"Did you mean `--{near[0]}`?" if near else help
+            yield found("SW1219", given.key, message, help, near)
         elif option.name in RESERVED_OPTIONS:
             message = (
-                f"launch.slurm.extra: --{option.name} does not belong here: "
+                f"launch.slurm.extra: --{option.name} cannot be set here: "
                 f"{RESERVED_OPTIONS[option.name]}"
             )
             yield found("SW1218", given.key, message, "Remove it.")
@@ -183,24 +188,7 @@ def _value_error(option: SbatchOption, value: str | None) -> tuple[str, str] | N
     if not SAFE_VALUE.fullmatch(value):
         allowed = "letters, digits, spaces and . _ , @ + = : / % & | * ( ) [ ] -"
         return (
-            f"has the value {value!r}, which has no place in a job script",
-            f"Give {allowed} only.",
+            f"has the value {value!r}, with characters that a job script cannot hold",
+            f"Give only {allowed}.",
         )
     return None
-
-
-def _unknown(given: RecipeOption) -> Diagnostic:
-    name = f"-{given.name}" if len(given.name) == 1 else f"--{given.name}"
-    near = tuple(
-        difflib.get_close_matches(given.name.lower().replace("_", "-"), options(), n=1, cutoff=0.6)
-    )
-    help = (
-        f"Did you mean `--{near[0]}`?"
-        if near
-        else (
-            "An option of a plugin of your site goes on the command line: `sbatch --its-option "
-            "launch/job.sh`, in the compiled folder."
-        )
-    )
-    message = f"launch.slurm.extra: {name} is no option of sbatch (Slurm {versions()})"
-    return found("SW1219", given.key, message, help, near)

@@ -289,16 +289,17 @@ def _unknown(path: KeyPath, key: str, known: tuple[str, ...], *, search: bool) -
     if elsewhere:
         help += (
             " "
-            + " or ".join(f"`{place[-1]}` belongs {_under(place[:-1])}" for place in elsewhere)
+            + " or ".join(
+                f"`{name}` belongs under `{'.'.join(parents)}`"
+                if parents
+                else f"`{name}` belongs at the top of the recipe"
+                for *parents, name in elsewhere
+            )
             + "."
         )
     help = help.strip() or f"The keys here are {', '.join(known)}."
     valid = (*close, *(".".join(place) for place in elsewhere))
     return found("SW1101", (*path, key), f"unknown key `{key}` {where}", help, valid)
-
-
-def _under(path: tuple[str, ...]) -> str:
-    return f"under `{'.'.join(path)}`" if path else "at the top of the recipe"
 
 
 _RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
