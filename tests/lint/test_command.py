@@ -49,7 +49,7 @@ def test_json(good: str, bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert second["diagnostics"][0] == {
         "code": "SW4112",
         "severity": "error",
-        "message": "`zero_optimisation` is not a key of DeepSpeed, which ignores it without a word",
+        "message": "`zero_optimisation` is not a key of DeepSpeed, which ignores it silently",
         "help": "Did you mean `zero_optimization`?",
         "line": 3,
         "column": 3,
@@ -73,7 +73,7 @@ def test_github(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     escaped = bad.replace(":", "%3A").replace(",", "%2C")
     assert first == (
         f"::error file={escaped},line=3,col=3,endColumn=22,title=SW4112::`zero_optimisation` is "
-        "not a key of DeepSpeed, which ignores it without a word. Did you mean `zero_optimization`?"
+        "not a key of DeepSpeed, which ignores it silently. Did you mean `zero_optimization`?"
     )
     assert (
         second.startswith(f"::warning file={escaped},line=4,col=3,") and "`foo, 100%25`" in second

@@ -81,8 +81,6 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def _explain_code(args: argparse.Namespace) -> int:
-    import difflib
-
     from shardwright.diagnostics.code_explanations import explanation
     from shardwright.diagnostics.code_registry import CODES
 
@@ -98,6 +96,8 @@ def _explain_code(args: argparse.Namespace) -> int:
         return 1
     found = explanation(code)
     if found is None:
+        import difflib
+
         close = difflib.get_close_matches(code, CODES, n=1)
         error(f"there is no code {code}" + (f"; did you mean {close[0]}?" if close else ""))
         return 1

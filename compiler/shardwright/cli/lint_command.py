@@ -113,13 +113,14 @@ def run_lint(args: argparse.Namespace) -> int:
 def _lint(path: str, args: argparse.Namespace) -> LintResult:
     from shardwright.lint.ds_config_document import STDIN, parse_ds_config, read_ds_config_text
     from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
-    from shardwright.lint.megatron_lint import lint_arguments, read_arguments
 
     name = STDIN if path == "-" else path
     applied_fixes: tuple[LintFinding, ...] = ()
     notes: tuple[str, ...] = ()
     try:
         if args.audience == "megatron":
+            from shardwright.lint.megatron_lint import lint_arguments, read_arguments
+
             arguments = read_arguments(name, read_ds_config_text(path), args.world_size)
             found = lint_arguments(arguments)
             return LintResult(

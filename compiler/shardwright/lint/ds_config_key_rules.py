@@ -112,10 +112,7 @@ def misspelled_key(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         if not misfit.checked and meant:
             yield RuleViolation(
                 misfit.path,
-                (
-                    f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
-                    "without a word"
-                ),
+                (f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it silently"),
                 help,
                 fix=_rename(misfit.path, meant),
             )
@@ -149,10 +146,7 @@ def unknown_key_ignored(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         if not misfit.checked and not meant and home is None:
             yield RuleViolation(
                 misfit.path,
-                (
-                    f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
-                    "without a word"
-                ),
+                (f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it silently"),
                 help,
             )
 
@@ -169,9 +163,8 @@ def removed(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 path,
                 (
-                    f"`{name}` is gone from DeepSpeed {ds_config.ds_config_schema.version}, which "
-                    "refuses "
-                    "the file"
+                    f"`{name}` was removed from DeepSpeed {ds_config.ds_config_schema.version}, "
+                    "which refuses the file"
                 ),
                 REMOVED_KEYS[name],
                 fix=(Edit(kind="remove", path=path),) if off else (),
@@ -209,7 +202,7 @@ def deprecated_key_and_replacement(ds_config: LintedDsConfig) -> Iterator[RuleVi
         if path[0] != "bfloat16" and _replacement_given(ds_config, path, new):
             yield RuleViolation(
                 path,
-                f"`{dotted(path)}` is deprecated, and cannot stand beside the key that replaces it",
+                f"`{dotted(path)}` is deprecated, and its replacement is given too",
                 f"Remove it; `{_official(ds_config, path, new)}` is given.",
                 fix=(Edit(kind="remove", path=path),),
             )
@@ -267,7 +260,7 @@ def _meant(
     key = str(misfit.path[-1])
     other = properties(misfit.schema).get(key, {}).get("same_as")
     if other is not None:
-        return "", f"It is another name of `{other}`, which is given too: keep one."
+        return "", f"Keep one: `{other}` is another name of the key, and given too."
     close = [
         n for n in difflib.get_close_matches(key.lower(), known, n=3, cutoff=NEAR) if n not in given
     ]
@@ -512,7 +505,7 @@ def auto_without_trainer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     autos = [misfit for misfit in ds_config.schema_mismatches if misfit.kind == "auto"]
     if ds_config.audience == "deepspeed":
         for misfit in autos:
-            effect = "takes its default in place of it" if misfit.checked else "fails on the text"
+            effect = "takes the default instead" if misfit.checked else "fails on the text"
             yield RuleViolation(
                 misfit.path,
                 (
@@ -527,9 +520,9 @@ def auto_without_trainer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     elif autos and not ds_config.is_audience_given:
         yield RuleViolation(
             autos[0].path,
-            'linted as a file for the HF Trainer or Accelerate, for it holds "auto"',
+            'linted as a file for the HF Trainer or Accelerate, because it holds "auto"',
             (
-                "Say `--for trainer`, or `--for deepspeed` where a script of your own passes it to "
+                "Give `--for trainer`, or `--for deepspeed` if your own script passes the file to "
                 "DeepSpeed."
             ),
             severity="note",

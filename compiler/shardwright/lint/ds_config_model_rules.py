@@ -125,12 +125,11 @@ def _window(config: JsonObject, ranks: int, sequence_length: int | None) -> Iter
         code="SW4613",
         key=(SEQUENCE,),
         message=(
-            f"under sdpa and flex_attention {ranks} sequence ranks lose {_kind(config)}'s "
-            f"window of {width} tokens"
+            f"with {ranks} sequence ranks, sdpa and flex_attention ignore {_kind(config)}'s window "
+            f"of {width} tokens"
         ),
-        help='Load the model with attn_implementation="flash_attention_2", which is told the '
-        "window itself; or "
-        "`shardwright import` the file and set parallelism.context.",
+        help='Load the model with attn_implementation="flash_attention_2", which keeps the window; '
+        "or `shardwright import` the file and set parallelism.context.",
         severity="warning",
     )
 

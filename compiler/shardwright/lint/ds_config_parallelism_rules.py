@@ -48,7 +48,7 @@ def stage_3_keys(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if unused and ds_config.stage in (0, 1, 2):
         yield RuleViolation(
             (ZERO, unused[0]),
-            f"at ZeRO stage {ds_config.stage} there is no effect of {', '.join(unused)}",
+            f"without effect at ZeRO stage {ds_config.stage}: {', '.join(unused)}",
         )
 
 
@@ -58,7 +58,7 @@ def parameter_offload(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             (ZERO, "offload_param"),
             (
-                f"offload_param does nothing at ZeRO stage {ds_config.stage}: parameters stay "
+                f"offload_param has no effect at ZeRO stage {ds_config.stage}: parameters stay "
                 "on the GPU"
             ),
         )
@@ -69,7 +69,7 @@ def offload_without_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if ds_config.offload("offload_optimizer") in ("cpu", "nvme") and ds_config.stage == 0:
         yield RuleViolation(
             (ZERO, "offload_optimizer"),
-            "offload_optimizer does nothing at ZeRO stage 0: there is no ZeRO optimizer",
+            "offload_optimizer has no effect at ZeRO stage 0, which has no ZeRO optimizer",
         )
 
 
@@ -123,10 +123,7 @@ def zero_plus_plus(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if unused and ds_config.stage in (0, 1, 2):
         yield RuleViolation(
             (ZERO, unused[0]),
-            (
-                f"ZeRO++ is for stage 3; at stage {ds_config.stage} there is no effect of "
-                f"{', '.join(unused)}"
-            ),
+            f"without effect at ZeRO stage {ds_config.stage}: ZeRO++'s {', '.join(unused)}",
         )
 
 
@@ -139,25 +136,19 @@ def gradient_norm_off(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if ds_config.stage not in (1, 2):
         why = "is for ZeRO stages 1 and 2"
     elif clipping is None or (ds_config.number("gradient_clipping") or 0) > 0:
-        given = (
-            "clips at 1.0 unless told otherwise"
-            if clipping is None
-            else f"is told to clip at {clipping}"
-        )
+        given = "clips at 1.0 by default" if clipping is None else f"clips at {clipping} here"
         why = f"needs gradient_clipping: 0; DeepSpeed {given}"
     elif ds_config.offload("offload_optimizer") != "none":
-        why = "does not go with offload_optimizer"
+        why = "is not supported with offload_optimizer"
     elif (
         ds_config.stage == 1
         and precision(ds_config) == "bf16"
         and dtype(ds_config, "grad_accum_dtype") == "fp32"
     ):
-        why = "does not go with bf16 summed in fp32 at ZeRO stage 1"
+        why = "is not supported with bf16 summed in fp32 at ZeRO stage 1"
     else:
         return
-    yield RuleViolation(
-        key, f"compute_grad_norm: false {why}", "Remove the key, or change the other."
-    )
+    yield RuleViolation(key, f"compute_grad_norm: false {why}", "Remove one of the two keys.")
 
 
 @rule("SW4410", help="Write mean, and scale the loss.")
@@ -172,7 +163,8 @@ def summed_gradients(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     for other, given in others.items():
         if given:
             yield RuleViolation(
-                ("gradient_allreduce_op",), f"gradient_allreduce_op: sum does not go with {other}"
+                ("gradient_allreduce_op",),
+                f"gradient_allreduce_op: sum is not supported with {other}",
             )
             return
 
@@ -188,7 +180,7 @@ def prescaled_gradients(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         if given:
             yield RuleViolation(
                 (key,),
-                f"{key} does not go with reduce_scatter at ZeRO stage {ds_config.stage}",
+                f"{key} is not supported with reduce_scatter at ZeRO stage {ds_config.stage}",
                 f"Remove it, or write {ZERO}.reduce_scatter: false.",
             )
 
@@ -243,9 +235,8 @@ def weights_not_gathered(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             (ZERO, given or "stage"),
             (
-                f"without {_GATHER_ON_SAVE_KEYS[0]} the Trainer saves no usable model: the weights "
-                "stay cut "
-                "over the ranks"
+                f"without {_GATHER_ON_SAVE_KEYS[0]} the Trainer saves no usable model: each "
+                "rank saves only its shard"
             ),
             f'Write "{_GATHER_ON_SAVE_KEYS[0]}": true'
             + (
@@ -261,7 +252,7 @@ def keys_without_effect_at_stage_3(ds_config: LintedDsConfig) -> Iterator[RuleVi
     unused = [key for key in _BELOW_3 if ds_config.is_on(ZERO, key)]
     if unused and ds_config.stage == 3:
         yield RuleViolation(
-            (ZERO, unused[0]), f"at ZeRO stage 3 there is no effect of {', '.join(unused)}"
+            (ZERO, unused[0]), f"without effect at ZeRO stage 3: {', '.join(unused)}"
         )
 
 
@@ -292,10 +283,7 @@ def boolean_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if isinstance(value, bool):
         yield RuleViolation(
             (ZERO,),
-            (
-                f"zero_optimization: {str(value).lower()} is the form of 2020, and means stage "
-                f"{int(value)}"
-            ),
+            (f"zero_optimization: {str(value).lower()} is an outdated form of stage {int(value)}"),
             f'Write {{"stage": {int(value)}}}.',
             fix=(Edit(kind="set", path=(ZERO,), value={"stage": int(value)}),),
         )
@@ -312,8 +300,8 @@ def unmanaged_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]
         yield RuleViolation(
             ("managed_gradient_accumulation",),
             (
-                "managed_gradient_accumulation: false does not go with overlap_comm at ZeRO stage "
-                f"{ds_config.stage}"
+                "managed_gradient_accumulation: false is not supported with overlap_comm at ZeRO "
+                f"stage {ds_config.stage}"
             ),
         )
 
@@ -347,7 +335,7 @@ def _tensor_ranks(ds_config: LintedDsConfig) -> int:
 def pipeline_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if ds_config.has_pipeline and ds_config.stage in (2, 3):
         yield RuleViolation(
-            (ZERO, "stage"), f"ZeRO stage {ds_config.stage} does not go with a pipeline"
+            (ZERO, "stage"), f"ZeRO stage {ds_config.stage} is not supported with a pipeline"
         )
 
 
@@ -361,7 +349,8 @@ def pipeline_keys(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     idle = [key for key in ("stages", "partition", "seed_layers") if ds_config.has("pipeline", key)]
     if idle:
         yield RuleViolation(
-            ("pipeline", idle[0]), f"nothing reads {', '.join(f'pipeline.{key}' for key in idle)}"
+            ("pipeline", idle[0]),
+            f"DeepSpeed reads none of {', '.join(f'pipeline.{key}' for key in idle)}",
         )
 
 
@@ -372,8 +361,8 @@ def reentrant(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("pipeline", "activation_checkpoint_interval"),
             (
-                "re-entrant checkpointing, the default, gets no gradient past an embedding as "
-                "first layer"
+                "re-entrant checkpointing, the default, gives no gradient to an embedding as first "
+                "layer"
             ),
         )
 
@@ -391,7 +380,7 @@ def pipeline_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if ds_config.has_pipeline and ds_config.get("managed_gradient_accumulation") is False:
         yield RuleViolation(
             ("managed_gradient_accumulation",),
-            "managed_gradient_accumulation: false does not go with a pipeline",
+            "managed_gradient_accumulation: false is not supported with a pipeline",
         )
 
 
@@ -431,7 +420,7 @@ def tensor_parallel_off(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     section = ds_config.section("tensor_parallel")
     if section and (ds_config.integer("tensor_parallel", "autotp_size") or 0) == 0:
         yield RuleViolation(
-            ("tensor_parallel",), "`tensor_parallel` does nothing without autotp_size"
+            ("tensor_parallel",), "`tensor_parallel` has no effect without autotp_size"
         )
 
 
@@ -475,8 +464,8 @@ def sequence_zero_3(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("sequence_parallel_size",),
             (
-                f"at ZeRO stage 3 the gradients of {ranks} sequence-parallel ranks are 1/{ranks} "
-                "of the right ones"
+                f"at ZeRO stage 3 with {ranks} sequence-parallel ranks gradients are {ranks} "
+                "times too small"
             ),
             fix=(Edit(kind=kind, path=path, value=False),),
         )
@@ -494,7 +483,7 @@ def aio_without_nvme(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
 _SAMPLING = ("data_efficiency", "data_sampling")
 
 
-@rule("SW4702", at="key", help="Add curriculum_metrics, an entry a metric.")
+@rule("SW4702", at="key", help="Add curriculum_metrics, with an entry per metric.")
 def curriculum(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     key = (*_SAMPLING, "curriculum_learning")
     if ds_config.is_on(*key, "enabled") and not ds_config.has(*key, "curriculum_metrics"):
@@ -520,7 +509,7 @@ def disabled_parent(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         if ds_config.is_on(top, name, "enabled") and not ds_config.is_on(top, "enabled"):
             yield RuleViolation(
                 (top, name, "enabled"),
-                f"{top}.{name} is off, for {top} itself is not enabled",
+                f"{top}.{name} is off, because {top} itself is not enabled",
                 f'Add "enabled": true to {top}.',
             )
 

@@ -55,7 +55,7 @@ def parameter_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if model is not None and parameter_dtype not in ("", model):
         yield RuleViolation(
             ("data_types", "param_dtype"),
-            f"param_dtype {parameter_dtype} is not the {model} that fp16 and bf16 say",
+            f"param_dtype {parameter_dtype} is not {model}, the precision that fp16 and bf16 set",
         )
 
 
@@ -77,7 +77,7 @@ def low_precision_master(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             key,
             f"{key[1]} needs {need}",
-            f"Add {need}, or remove the key: master weights are fp32 then.",
+            f"Add {need}; or remove the key, which makes the master weights fp32.",
         )
 
 
@@ -110,7 +110,7 @@ def static_loss_scale_ignores_keys(ds_config: LintedDsConfig) -> Iterator[RuleVi
     if scale and ignored and ds_config.get("fp16", "enabled") is not False:
         yield RuleViolation(
             ("fp16", "loss_scale"),
-            f"a fixed loss_scale of {scale:g} leaves {', '.join(ignored)} without effect",
+            f"without effect at the fixed loss_scale {scale:g}: {', '.join(ignored)}",
         )
 
 
@@ -128,7 +128,7 @@ def loss_scale_limits(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         if applies and value is not None and value < least:
             yield RuleViolation(
                 ("fp16", key),
-                f"fp16.{key}: {value:g} is refused",
+                f"fp16.{key} {value:g} is out of range",
                 f"Give at least {least:g}"
                 + (", 0 for dynamic scaling." if key == "loss_scale" else "."),
             )
@@ -158,8 +158,8 @@ def pipeline_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("bf16",),
             (
-                "gradients of the pipeline's micro-batches are summed in bf16, 8 bits of which are "
-                "the fraction"
+                "gradients of the pipeline's micro-batches are summed in bf16, with a fraction of "
+                "only 8 bits"
             ),
             'Take zero_optimization.stage: 1 and "data_types": {"grad_accum_dtype": "fp32"}.',
         )
@@ -233,8 +233,8 @@ def batch_size_mismatch(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             (TRAIN_BATCH_SIZE_KEY,),
             (
-                f"{TRAIN_BATCH_SIZE_KEY} {train} is no multiple of {micro} x {steps}: no number of "
-                "ranks makes it up"
+                f"{TRAIN_BATCH_SIZE_KEY} {train} is not a multiple of {micro} x {steps}, for "
+                "any number of ranks"
             ),
             f"Leave {ACCUMULATION_STEPS_KEY} out, and DeepSpeed works it out.",
         )
@@ -262,7 +262,7 @@ def batch_size_not_divisible(ds_config: LintedDsConfig) -> Iterator[RuleViolatio
     )
     yield RuleViolation(
         (TRAIN_BATCH_SIZE_KEY,),
-        f"{TRAIN_BATCH_SIZE_KEY} {train} does not divide by {' x '.join(parts)}",
+        f"{TRAIN_BATCH_SIZE_KEY} {train} is not divisible by {' x '.join(parts)}",
         (
             f"Take a multiple of {per_rank * (ranks or 1)}; DeepSpeed rounds down and then refuses "
             "the file."
@@ -361,7 +361,7 @@ def unknown_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
             )
         yield RuleViolation(
             ("optimizer", "type"),
-            f"{json_snippet(name)} is no optimizer of DeepSpeed or torch.optim",
+            f"{json_snippet(name)} is not an optimizer of DeepSpeed or torch.optim",
             help,
         )
 
@@ -377,7 +377,7 @@ def removed_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("optimizer", "type"),
             (
-                f"{json_snippet(ds_config.get('optimizer', 'type'))} is gone from DeepSpeed "
+                f"{json_snippet(ds_config.get('optimizer', 'type'))} was removed from DeepSpeed "
                 f"{ds_config.ds_config_schema.version}"
             ),
         )
@@ -441,7 +441,7 @@ def adam_is_adamw(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     ):
         yield RuleViolation(
             ("optimizer", "type"),
-            "DeepSpeed's Adam is AdamW: the weight decay is decoupled",
+            "DeepSpeed's Adam is AdamW: its weight decay is decoupled",
             fix=(Edit(kind="set", path=("optimizer", "type"), value="AdamW"),),
         )
 
@@ -466,7 +466,7 @@ def unknown_scheduler(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         own = ", ".join(n for n, entry in known.items() if entry["own"])
         yield RuleViolation(
             ("scheduler", "type"),
-            f"{json_snippet(name)} is no scheduler of DeepSpeed or torch",
+            f"{json_snippet(name)} is not a scheduler of DeepSpeed or torch",
             f"Did you mean `{close[0]}`?" if close else f"DeepSpeed's are {own}.",
             fix=(Edit(kind="set", path=("scheduler", "type"), value=close[0]),) if exact else (),
         )
@@ -517,10 +517,10 @@ def warmup_steps(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             path,
             (
-                f"warmup_num_steps {json_snippet(value)} is no integer of at least 1: DeepSpeed "
+                f"warmup_num_steps {json_snippet(value)} is not an integer above 0: DeepSpeed "
                 "refuses it"
             ),
-            f"Write {whole or 1}; to warm up not at all, remove the scheduler.",
+            f"Write {whole or 1}; for no warm-up, remove the scheduler.",
             fix=(Edit(kind="set", path=path, value=whole),) if whole and whole >= 1 else (),
         )
 
@@ -556,7 +556,7 @@ def warmup_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     ):
         yield RuleViolation(
             path,
-            f"warmup_type {json_snippet(value)} is unknown, and DeepSpeed takes log in its place",
+            f"warmup_type {json_snippet(value)} is unknown: DeepSpeed takes log instead",
         )
 
 
@@ -597,7 +597,7 @@ def muon_reduce_scatter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if ds_config.text("optimizer", "type") == "muon" and ds_config.stage == 3 and scatters:
         yield RuleViolation(
             ("optimizer", "type"),
-            "Muon does not go with reduce_scatter at ZeRO stage 3, which is on by default",
+            "at ZeRO stage 3 Muon is not supported with reduce_scatter, which is on by default",
         )
 
 

@@ -198,7 +198,7 @@ def unknown_options(a: Arguments) -> Iterator[Diagnostic]:
             else "Leave it out, unless your script adds it to the parser."
         )
         severity: Severity = "error" if near else "warning"
-        message = f"`{given.name}` is no option of Megatron-LM's parser, which stops at it"
+        message = f"`{given.name}` is not an option of Megatron-LM, whose parser stops at it"
         yield found("SW4901", given.place, message, help, severity=severity)
 
 
@@ -211,14 +211,14 @@ def wrong_values(a: Arguments) -> Iterator[Diagnostic]:
             known.values if isinstance(known.values, int) else 1 if known.values == "+" else 0
         )
         if len(given.values) < required:
-            message = f"`{given.name}` stands without its value"
-            yield found("SW4902", given.place, message, "Write one behind it.", known.choices)
+            message = f"`{given.name}` has no value"
+            yield found("SW4902", given.place, message, "Write its value after it.", known.choices)
             continue
         for value in given.values:
             if value is None:
                 continue
             if known.choices and value not in known.choices:
-                message = f"{given.name} {value}: the parser takes one of its own words alone"
+                message = f"{given.name}: {value} is not one of {', '.join(known.choices)}"
                 yield found("SW4902", given.place, message, "Write one of them.", known.choices)
             elif not _has_type(known.kind, value):
                 noun = {"int": "a whole number", "float": "a number"}[known.kind]
@@ -256,7 +256,7 @@ def batch_does_not_divide(a: Arguments) -> Iterator[Diagnostic]:
     batch, micro, data = a.integer(GLOBAL), a.integer(MICRO), _data(a)
     if not batch or not micro or data is None or batch % (micro * data) == 0:
         return
-    message = f"{GLOBAL} {batch} is no multiple of {micro} x {data} data ranks"
+    message = f"{GLOBAL} {batch} is not a multiple of {micro} x {data} data ranks"
     yield found("SW4912", _place(a, GLOBAL), message, f"Take a multiple of {micro * data}.")
 
 
@@ -265,8 +265,8 @@ def layers_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
     layers, pipeline = a.integer(LAYERS), a.integer(PIPELINE, 1)
     if not layers or not pipeline or layers % pipeline == 0 or any(map(a.has, (LAYOUT, *_UNEVEN))):
         return
-    message = f"{LAYERS} {layers} do not divide over {pipeline} pipeline ranks"
-    help = f"Say who has how many: {LAYOUT}, or {_UNEVEN[0]} and {_UNEVEN[1]}."
+    message = f"{LAYERS} {layers} is not a multiple of {pipeline} pipeline ranks"
+    help = f"Give the layers of each rank: {LAYOUT}, or {_UNEVEN[0]} and {_UNEVEN[1]}."
     yield found("SW4913", _place(a, LAYERS), message, help)
 
 
@@ -284,9 +284,7 @@ def layers_of_a_virtual_stage(a: Arguments) -> Iterator[Diagnostic]:
         return
     each = layers // pipeline
     if each % virtual:
-        message = (
-            f"{VIRTUAL} {virtual}: the {each} layers of a pipeline rank do not divide over them"
-        )
+        message = f"{VIRTUAL} {virtual} does not divide the {each} layers of a pipeline rank"
         valid = [n for n in range(1, each + 1) if each % n == 0]
         yield found(
             "SW4921", _place(a, VIRTUAL), message, f"Take a divisor of {each}, or {LAYOUT}.", valid
@@ -320,9 +318,7 @@ def micro_batches_of_a_group(a: Arguments) -> Iterator[Diagnostic]:
     rest = count % group
     if count >= group >= pipeline and (rest == 0 or rest >= pipeline):
         return
-    message = (
-        f"{count} micro-batches do not make up groups of {group} over {pipeline} pipeline ranks"
-    )
+    message = f"{count} micro-batches do not form groups of {group} over {pipeline} pipeline ranks"
     help = f"Take a {GLOBAL} that is a multiple of {micro * data * pipeline}."
     yield found("SW4922", _place(a, GLOBAL), message, help)
 
@@ -346,7 +342,7 @@ def experts_without_sequence(a: Arguments) -> Iterator[Diagnostic]:
     tensor = a.integer(TENSOR, 1)
     if not tensor or tensor == 1 or not a.has(EXPERTS) or a.has("--sequence-parallel"):
         return
-    message = f"{EXPERTS} over {tensor} tensor ranks wants the sequence cut, too"
+    message = f"{EXPERTS} with {tensor} tensor ranks needs sequence parallelism"
     yield found("SW4924", _place(a, EXPERTS), message, "Add --sequence-parallel.")
 
 
