@@ -41,7 +41,7 @@ def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
         and set(document["types"]) == model_support.vision_language_types()
     )
     found = {t: document["types"][t]["zero"] for t in cases}
-    assert found["llava"] == {"verdict": "proved", "loss": 1.2e-6, "norm": 1e-7, "weights": 1e-8}
+    assert found["llava"] == {"verdict": "verified", "loss": 1.2e-6, "norm": 1e-7, "weights": 1e-8}
     assert found["udop"] == {"verdict": "refused", "code": "SW2017", "reason": "an encoder-decoder"}
     assert found["fuyu"] == {"verdict": "untested", "code": "", "reason": "no tower"}
     assert document["types"]["llava"]["pipeline"]["verdict"] == "untested"
@@ -56,8 +56,8 @@ def test_every_type_has_every_column() -> None:
         for cell in cells.values():
             assert cell.verdict in model_support.VERDICTS
             assert (cell.code in CODES) == (cell.verdict == "refused")
-            assert bool(cell.reason) == (cell.verdict != "proved")
-            assert cell.verdict != "proved" or None not in (cell.loss, cell.norm, cell.weights)
+            assert bool(cell.reason) == (cell.verdict != "verified")
+            assert cell.verdict != "verified" or None not in (cell.loss, cell.norm, cell.weights)
 
 
 def composed(folder: Path, area: str, case: dict[str, object]) -> dict[str, dict[str, object]]:
@@ -73,7 +73,7 @@ FIGURES = {"loss": 1.23456e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0, "un
 def test_no_run_is_untested(tmp_path: Path) -> None:
     cells = composed(tmp_path, "zoo-zero", {"verdict": "proved", **FIGURES})
     assert cells["zero"] == {
-        "verdict": "proved",
+        "verdict": "verified",
         "loss": 1.2e-7,
         "norm": 0.0,
         "weights": 2e-8,

@@ -37,7 +37,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "context": ("zoo-context", "context=2 zero_stage=1"),
 }
 VLM_COLUMNS: dict[str, tuple[str, str]] = {
-    "apart": ("zoo-sight", "a picture in each row"),
+    "layer_split": ("zoo-sight", "an image in each sequence"),
     "pipeline": ("zoo-sight-pipeline", "pipeline=2 zero_stage=1"),
     "zero": ("zoo-sight-zero", "data=2 zero_stage=3"),
 }
@@ -97,7 +97,7 @@ def _sight_cell(case: dict[str, Any] | None) -> dict[str, Any]:
         return {"verdict": "untested", "reason": "no run of it under this layout"}
     figures = {name: float(f"{case[name]:.2g}") for name in FIGURES if case.get(name) is not None}
     if case["verdict"] == "proved":
-        return {"verdict": "proved", **figures}
+        return {"verdict": "verified", **figures}
     verdict = "refused" if case["verdict"] == "refused" else "untested"
     return {
         "verdict": verdict,
@@ -120,7 +120,7 @@ def _cell(column: str, model_type: str, case: dict[str, Any] | None) -> dict[str
                 "reason": f"only {case['sharded']:.0%} of its layers is cut",
                 **figures,
             }
-        return {"verdict": "proved", **figures}
+        return {"verdict": "verified", **figures}
     reasons = {"error": "its run ended in an error", "wrong": "its run differed from the plain one"}
     return {"verdict": "untested", "reason": reasons[case["verdict"]], **figures}
 

@@ -54,7 +54,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "check": Command(WRITE, "recipe_commands", "check recipes and the files they name"),
     "models": Command(
-        WRITE, "models_command", "list the model types and what has been proved for each"
+        WRITE, "models_command", "list the model types and what is verified for each"
     ),
     "plan": Command(PLAN, "plan_command", "search the layouts of a recipe and rank them"),
     "estimate": Command(

@@ -1,4 +1,4 @@
-"""`shardwright models [TYPE]`: what was proved of each model type, as the tests measured it."""
+"""`shardwright models [TYPE]`: what was verified for each model type, as the tests measured it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardwright.utils.json_values import strict_json
 if TYPE_CHECKING:
     from shardwright.models.model_support import Cell, Support
 
-_COLORS = {"proved": "\x1b[32m", "refused": "\x1b[31m", "untested": "\x1b[2m"}
+_COLORS = {"verified": "\x1b[32m", "refused": "\x1b[31m", "untested": "\x1b[2m"}
 _RESET = "\x1b[0m"
 IMAGE_TEXT: TaskName = "image-text-to-text"
 
 # column -> what it means in words
 _TITLES: dict[str, str] = {
-    "apart": "taken apart bit for bit",
+    "layer_split": "split into layers bit for bit",
     "zero": "ZeRO over data ranks",
     "pipeline": "pipeline",
     "tensor_sharded": "tensor parallel, sharded",
@@ -89,15 +89,15 @@ def contrastive_type(text: str) -> str | None:
     return name if name in CONTRASTIVE_MODEL_CLASSES else None
 
 
-_CONTRASTIVE_PROOF = "tests/parity/test_contrastive.py"
+_CONTRASTIVE_TESTS = "tests/parity/test_contrastive.py"
 
 
 def contrastive_type_text(model_type: str, table: Support) -> str:
     lines = [
         f"{model_type} (transformers {table.transformers})",
         "",
-        "contrastive, on captions with a picture each",
-        f"    ZeRO 0 to 3 over data ranks: proved ({_CONTRASTIVE_PROOF})",
+        "contrastive, on pairs of an image and a caption",
+        f"    ZeRO 0 to 3 over data ranks: verified ({_CONTRASTIVE_TESTS})",
         "",
         "in a recipe",
         "    zero_stage: 0 to 3",
@@ -108,7 +108,7 @@ def contrastive_type_text(model_type: str, table: Support) -> str:
 
 
 def contrastive_type_json(model_type: str) -> str:
-    proof = {"verdict": "proved", "tests": _CONTRASTIVE_PROOF}
+    proof = {"verdict": "verified", "tests": _CONTRASTIVE_TESTS}
     return strict_json({"type": model_type, "task": "contrastive", "zero": proof}) + "\n"
 
 
@@ -192,7 +192,7 @@ def details(model_type: str, table: Support) -> str:
                 f"    worst differences: loss {cell.loss:g}, norm {cell.norm:g} relative, weights "
                 f"{cell.weights:g}"
             )
-        if cell.sharded and cell.verdict == "proved":
+        if cell.sharded and cell.verdict == "verified":
             lines.append(f"    {cell.sharded:.0%} of its layers' matrices is cut")
     keys = (
         vlm_recipe_lines(cells)
@@ -204,21 +204,21 @@ def details(model_type: str, table: Support) -> str:
 
 
 def _takes_images(table: Support) -> bool:
-    return "apart" in table.columns
+    return "layer_split" in table.columns
 
 
 def vlm_recipe_lines(cells: dict[str, Cell]) -> list[str]:
     """Return what the verdicts mean for a recipe that trains a vision-language model."""
-    proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
-    if not proved:
-        return ["no layout of this type is proved"]
+    verified = {name for name, cell in cells.items() if cell.verdict == "verified"}
+    if not verified:
+        return ["no layout of this type is verified"]
     return [
         f"task: {IMAGE_TEXT}",
         "zero_stage: 0 to 3 with pipeline: 1"
-        if "zero" in proved
-        else "zero_stage: 3 is not proved over data ranks",
+        if "zero" in verified
+        else "zero_stage: 3 is not verified over data ranks",
         "pipeline: up to one stage a layer, with zero_stage: 1"
-        if "pipeline" in proved
+        if "pipeline" in verified
         else "pipeline: 1",
         "expert: 1",
         "context: 1",
@@ -234,39 +234,39 @@ def _engines(model_type: str) -> str:
     words = " or ".join(taken)
     if not taken:
         return f"target: not {' or '.join(e.name for e in others)}"
-    return f"target: {words} too; each compile proves the configuration at hand"
+    return f"target: {words} too; each compile verifies the configuration"
 
 
 def causal_lm_recipe_lines(cells: dict[str, Cell]) -> list[str]:
     """Return what the verdicts mean for the keys of `parallelism`."""
-    proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
-    if not proved:
-        return ["no layout of this type is proved"]
+    verified = {name for name, cell in cells.items() if cell.verdict == "verified"}
+    if not verified:
+        return ["no layout of this type is verified"]
     lines = [
         "zero_stage: 0 to 3 with pipeline: 1"
-        if "zero" in proved
-        else "zero_stage: not proved over data ranks",
+        if "zero" in verified
+        else "zero_stage: not verified over data ranks",
         "pipeline: up to one stage a layer, with zero_stage: 1"
-        if "pipeline" in proved
+        if "pipeline" in verified
         else "pipeline: 1",
     ]
-    if "tensor_sharded" in proved:
+    if "tensor_sharded" in verified:
         lines.append("tensor: a degree that divides its heads and its feed-forward size")
-    elif "tensor_fallback" in proved:
+    elif "tensor_fallback" in verified:
         lines.append(
             "tensor: by gathered outputs; the attention itself is computed whole on every rank"
         )
     else:
         lines.append("tensor: 1")
-    if {"pipeline", "tensor_sharded"} <= proved and "pipeline_tensor" not in proved:
-        lines.append("pipeline and tensor together: not proved")
+    if {"pipeline", "tensor_sharded"} <= verified and "pipeline_tensor" not in verified:
+        lines.append("pipeline and tensor together: not verified")
     lines.append(
         "expert: a degree that divides data x context and the experts"
-        if "expert" in proved
+        if "expert" in verified
         else "expert: 1"
     )
     divides = "context: a degree that divides the sequence and a tensor rank's heads"
-    lines.append(divides if "context" in proved else "context: 1")
+    lines.append(divides if "context" in verified else "context: 1")
     return lines
 
 

@@ -22,9 +22,9 @@ COLUMNS: tuple[str, ...] = (
     *("zero", "pipeline", "tensor_sharded", "tensor_fallback", "pipeline_tensor"),
     *("expert", "context"),
 )
-VLM_COLUMNS: tuple[str, ...] = ("apart", "pipeline", "zero")
+VLM_COLUMNS: tuple[str, ...] = ("layer_split", "pipeline", "zero")
 """Columns for vision-language types."""
-VERDICTS: tuple[str, ...] = ("proved", "refused", "untested")
+VERDICTS: tuple[str, ...] = ("verified", "refused", "untested")
 
 # Ends of class names: users write MistralForCausalLM for the type "mistral".
 _ENDINGS = re.compile(r"(forcausallm|lmheadmodel|formaskedlm|model|config)$")

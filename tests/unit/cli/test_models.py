@@ -43,7 +43,7 @@ def test_a_row_a_type_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_colours_on_a_terminal_change_no_letter() -> None:
     plain, colored = (models_command.overview(support(), color=color) for color in (False, True))
-    assert "\x1b[32mproved" in colored
+    assert "\x1b[32mverified" in colored
     for code in ("\x1b[32m", "\x1b[31m", "\x1b[2m", "\x1b[0m"):
         colored = colored.replace(code, "")
     assert [line.rstrip() for line in colored.splitlines()] == plain.splitlines()
@@ -53,7 +53,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--json")[:2] == (0, support_text())
     code, out, _ = run(capsys, "llama", "--json")
     document = json.loads(out)
-    assert code == 0 and document["type"] == "llama" and document["pipeline"]["verdict"] == "proved"
+    assert (
+        code == 0 and document["type"] == "llama" and document["pipeline"]["verdict"] == "verified"
+    )
 
 
 def test_one_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +67,7 @@ def test_one_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_model == (0, out, "")
     assert "expert: 1" in out and "context: a degree" in out and "target: megatron too" in out
     mixture = run(capsys, "mixtral")[1]
-    assert "expert ranks over data ranks (data=2 expert=2 zero_stage=1): proved" in mixture
+    assert "expert ranks over data ranks (data=2 expert=2 zero_stage=1): verified" in mixture
     assert "expert: a degree that divides data x context" in mixture
     assert "context ranks (context=2 zero_stage=1): refused SW3143" in (
         found := run(capsys, "bloom")[1]
@@ -87,12 +89,12 @@ def test_recipe_keys_say_no_more_than_was_proved() -> None:
             )
         )
 
-    assert keys() == keys(zero="refused") == "no layout of this type is proved"
-    assert "pipeline: 1 " in keys(zero="proved") and "tensor: 1" in keys(zero="proved")
-    assert "gathered outputs" in keys(tensor_fallback="proved")
-    assert "together: not proved" in keys(pipeline="proved", tensor_sharded="proved")
+    assert keys() == keys(zero="refused") == "no layout of this type is verified"
+    assert "pipeline: 1 " in keys(zero="verified") and "tensor: 1" in keys(zero="verified")
+    assert "gathered outputs" in keys(tensor_fallback="verified")
+    assert "together: not verified" in keys(pipeline="verified", tensor_sharded="verified")
     assert "together" not in keys(
-        pipeline="proved", tensor_sharded="proved", pipeline_tensor="proved"
+        pipeline="verified", tensor_sharded="verified", pipeline_tensor="verified"
     )
 
 
@@ -133,7 +135,7 @@ def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
     )
     found = run(capsys, "qwen2_5_vl")
     assert found == run(capsys, "Qwen/Qwen2.5-VL-7B-Instruct") and found[0] == 0
-    assert "taken apart bit for bit (a picture in each row)" in found[1]
+    assert "split into layers bit for bit (an image in each sequence)" in found[1]
     assert "context ranks" in run(capsys, "gemma3")[1], (
         "of a type that has both, text is the default"
     )
@@ -148,6 +150,8 @@ def test_keys_of_types_that_see_say_no_more_than_was_proved() -> None:
             )
         )
 
-    assert keys() == "no layout of this type is proved"
-    assert "pipeline: 1 " in keys(apart="proved") and "3 is not proved" in keys(pipeline="proved")
-    assert "0 to 3" in keys(zero="proved") and "one stage a layer" in keys(pipeline="proved")
+    assert keys() == "no layout of this type is verified"
+    assert "pipeline: 1 " in keys(layer_split="verified") and "3 is not verified" in keys(
+        pipeline="verified"
+    )
+    assert "0 to 3" in keys(zero="verified") and "one stage a layer" in keys(pipeline="verified")
