@@ -321,7 +321,7 @@ def report_json(report: DataReport) -> str:
             "trained_tokens": sum(p.trained_tokens for p in parts),
             "parts": parts,
             "validation_parts": report.validation,
-            "pictures": report.rate,
+            "images": report.rate,
             "samples": report.samples,
         }
     )

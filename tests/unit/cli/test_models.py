@@ -139,7 +139,7 @@ def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
     assert "context ranks" in run(capsys, "gemma3")[1], (
         "of a type that has both, text is the default"
     )
-    assert "taken apart" in run(capsys, "gemma3", "--task", "image-text-to-text")[1]
+    assert "split into layers" in run(capsys, "gemma3", "--task", "image-text-to-text")[1]
 
 
 def test_keys_of_types_that_see_say_no_more_than_was_proved() -> None:
