@@ -23,8 +23,8 @@ bf16 is taken: long sums lose small gradients in it, so a few percent are not wo
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionAccumulation:
-    """Why gradients are summed in bf16. seconds: of the best layout's step with sums in fp32; None
-    where none fits."""
+    """Records why gradients are summed in bf16. seconds: the best layout's step with gradients
+    summed in fp32; None where no layout fits. weighed: the same with its penalties."""
 
     seconds: float | None
     weighed: float | None
@@ -37,7 +37,8 @@ def resolve_nodes_and_accumulation_dtype(problem: Problem) -> tuple[Problem, Clu
 
 
 def low_precision_accumulation(problem: Problem) -> LowPrecisionAccumulation | None:
-    """Of a settled problem; None where the sums are what its recipe says, or fp32."""
+    """Return why a resolved problem sums gradients in bf16; None where the recipe says the
+    dtype, or it is fp32."""
     training = cast(JsonObject, problem.recipe.document["training"])
     is_open = training.get("gradient_accumulation_dtype", "auto") == "auto"
     if not is_open or problem.recipe.training.gradient_accumulation_dtype is None:
@@ -80,8 +81,8 @@ def _accumulating_in(problem: Problem, dtype: str | None) -> Problem:
 
 
 def _is_memory_bound(problem: Problem, full: SearchResult) -> bool:
-    """Whether there is a layout at all that would be faster by so much with as much memory as
-    shorter sums free."""
+    """Return whether any layout would be faster by BF16_ACCUMULATION_FROM with the memory that
+    bf16 sums free."""
     if not full.ranked:
         return full.closest is not None
     most = penalized_seconds(problem.recipe, full.ranked[0]) / BF16_ACCUMULATION_FROM

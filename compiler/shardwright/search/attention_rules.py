@@ -135,7 +135,7 @@ _KEY = "parallelism.context"
 
 
 def context_divides_sequence(x: Candidate) -> Diagnostic | None:
-    """Each rank has as many tokens of a row."""
+    """Refuse context degrees that do not give each rank the same number of a sequence's tokens."""
     s, length = x.strategy.context, x.recipe.training.sequence_length
     if length % s == 0:
         return None
@@ -149,8 +149,9 @@ def context_divides_sequence(x: Candidate) -> Diagnostic | None:
 
 
 def context_divides_heads(x: Candidate) -> Diagnostic | None:
-    """In attention each rank has as many heads; those of keys are repeated where they are fewer.
-    Not asked of a type that context ranks refuse altogether (SW3143)."""
+    """Refuse context degrees that do not give each rank the same number of attention heads;
+    fewer key and value heads are repeated. Types that context parallelism refuses are left to
+    SW3143."""
     s = x.strategy
     if x.graph.context_parallel_reason:
         return None

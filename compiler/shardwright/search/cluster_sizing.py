@@ -22,8 +22,8 @@ HOURS_PER_DAY = 24
 LARGER = 2
 """Times the recipe's batch: what `nodes: auto` prices beside it."""
 TRIED_SHARES = (0.0, 0.25, 0.5)
-"""Of the way from the nodes that perfect scaling needs to those that the recipe's own batch
-needs."""
+"""Searched cluster sizes, as shares of the way from perfect scaling's nodes to those that the
+recipe's own batch needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,9 @@ class SmallerClusterBatch:
 
 
 def smaller_cluster_batch(problem: Problem, sizing: ClusterSizing) -> SmallerClusterBatch | None:
-    """Where a batch near the recipe's would do with fewer nodes. problem: sized. A few clusters are
-    searched, from the one that would be enough if the step scaled perfectly."""
+    """Return a batch near the recipe's that meets the deadline with fewer nodes; None where
+    there is none. Searches a few clusters, from the size that would do if the step scaled
+    perfectly. problem: with its nodes chosen."""
     recipe, cluster = problem.recipe, problem.cluster
     training = recipe.training
     tried: set[int] = set()
@@ -98,7 +99,8 @@ def larger_batch(problem: Problem, sizing: ClusterSizing) -> LargerBatch | None:
 
 
 def _with_batch(problem: Problem, batch: int) -> Problem:
-    """And the steps that make the same tokens of it."""
+    """Return the problem with this global batch and the number of steps that train the same
+    tokens."""
     training = problem.recipe.training
     steps = math.ceil(training.step_count_or_zero * training.global_batch_size / batch)
     changed = dataclasses.replace(training, global_batch_size=batch, steps=steps, tokens=None)

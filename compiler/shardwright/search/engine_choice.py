@@ -43,10 +43,12 @@ class OtherEngine:
 
 
 def resolve_problem(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
-    """What the recipe leaves open before a layout is chosen: the engine, whose kernels run, the
-    number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes.
-    Raises as size_cluster; with an open engine as the default one does, where no engine has a
-    way."""
+    """Resolve what the recipe leaves open before a layout is chosen: engine, kernels, number of
+    nodes, gradient accumulation dtype.
+
+    Returns the sizing too; None where the recipe gives the nodes. Raises what size_cluster
+    raises; with `target: auto` and no engine that works, what the default engine raises.
+    """
     if problem.recipe.target != AUTO_TARGET:
         return resolve_kernels(problem, resolve_nodes_and_accumulation_dtype)
     settled: list[tuple[Problem, ClusterSizing | None]] = []
@@ -84,12 +86,12 @@ def problem_under_engine(problem: Problem, target: str) -> Problem:
 
 
 _STARTED: list[tuple[Problem, ForkedCall[list[tuple[str, Estimate]]]]] = []
-"""What is worked out already for the next question about another engine; at most one."""
+"""Holds the comparison that runs already for the next call of `other_engine`; at most one."""
 
 
 def start_engine_comparison(problem: Problem) -> None:
-    """What `other_engine` will ask, where that is known before the problem is settled: it takes as
-    long as the search for the plan itself."""
+    """Start the search that `other_engine` needs, where it is known before the problem is
+    resolved. It takes as long as the search for the plan itself."""
     is_settled = problem.recipe.target != AUTO_TARGET and problem.recipe.cluster.nodes is not None
     if is_settled and _compares_engines(problem):
         reopened = _with_auto_restored(problem)
@@ -129,7 +131,7 @@ def _compares_engines(problem: Problem) -> bool:
 
 
 def _best_layouts(reopened: Problem) -> list[tuple[str, Estimate]]:
-    """Of each other engine that takes the recipe and the model, and has a layout that runs."""
+    """Return the best layout of each other engine that supports the recipe and the model."""
     others = [
         e
         for e in engines_for(AUTO_TARGET)
@@ -143,7 +145,8 @@ def _best_layouts(reopened: Problem) -> list[tuple[str, Estimate]]:
 
 
 def _for_engine(problem: Problem, engine: Engine) -> Problem:
-    """Without pins of what the engine does not have, where another engine was asked for."""
+    """Return the problem for this engine; where the recipe names another one, without pins of
+    axes that this engine lacks."""
     recipe = problem.recipe
     if recipe.target not in (AUTO_TARGET, engine.name):
         lacking: dict[str, Any] = {
@@ -164,8 +167,8 @@ def _engine_supports(engine: Engine, problem: Problem) -> bool:
 
 
 def _with_auto_restored(problem: Problem) -> Problem:
-    """What was settled for the chosen engine, as an engine of any kind has it: sums in fp32,
-    Hugging Face's modules."""
+    """Return the problem with the choices for one engine undone: gradients summed in fp32,
+    Hugging Face's kernels."""
     recipe = problem.recipe
     if _recipe_value(recipe, "training", "gradient_accumulation_dtype") is None:
         training = dataclasses.replace(recipe.training, gradient_accumulation_dtype=None)
@@ -176,7 +179,7 @@ def _with_auto_restored(problem: Problem) -> Problem:
 
 
 def _recipe_value(recipe: Recipe, section: str, key: str) -> object:
-    """None where the recipe says auto, or nothing."""
+    """Return the recipe's value; None where it says auto, or nothing."""
     value = cast(JsonObject, recipe.document.get(section, {})).get(key, AUTO_TARGET)
     return None if value == AUTO_TARGET else value
 

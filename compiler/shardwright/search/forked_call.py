@@ -1,4 +1,4 @@
-"""What a function returns, worked out by another processor while this process goes on."""
+"""Run a function in a forked process while this process goes on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ R = TypeVar("R")
 
 
 class ForkedCall(Generic[R]):
-    """In a copy of this process, where that is safe and another processor is there to run it; else
-    in this process, once it is asked for."""
+    """Runs a function in a fork where that is safe and a second processor is free; else in this
+    process when the result is asked for."""
 
     def __init__(self, function: Callable[[], R]) -> None:
         self._function = function

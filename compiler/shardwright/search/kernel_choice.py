@@ -51,7 +51,7 @@ def resolve_kernels(
 
 
 def chosen_kernels(problem: Problem) -> ChosenKernels | None:
-    """Of a settled problem; None where its recipe says which."""
+    """Return the kernels chosen for a resolved problem; None where its recipe names them."""
     model = cast(JsonObject, problem.recipe.document["model"])
     ranked = search(problem).ranked
     if model.get("kernels") != "auto" or not ranked:

@@ -1,6 +1,7 @@
-"""What memory makes of a pipeline before its layers are placed: early ranks keep more
-micro-batches, so that they hold fewer layers and the others do more. What the slowest rank does at
-least bounds the step (bound.py).
+"""Bound how many decoder layers each pipeline rank has memory for, before layers are assigned.
+
+Early ranks save more micro-batches, so they hold fewer layers and the others do more work. The
+slowest rank's work bounds the step from below (step_time_bound.py).
 
 Shape letters: p pipeline ranks, m micro-batches of a step, L decoder layers that are counted.
 """
@@ -58,15 +59,15 @@ class RowSeconds:
         return len(self.least) - 1
 
     def again_on(self, layers: Ints) -> Floats:
-        """By the number of layers of a rank."""
+        """Return the seconds of recomputation, by the number of layers of a rank."""
         found: Floats = np.minimum(layers, self.repeated) * self.again
         return found
 
 
 def commonest_layers(graph: ModelGraph) -> Mask | None:
-    """Which decoder layers are of the kind that nearly all are of, where a few are of another
-    (dense ones before those with experts): what ranks have of these says more than what they have
-    of all, which could be the few. None where all are alike, or none are nearly all."""
+    """Return which decoder layers are of the commonest kind, where a few are of another (dense
+    layers before MoE layers). None where all are alike, or no kind makes up nearly all: counting
+    the commonest kind alone gives the tighter bound."""
     kinds = np.array(model_shapes(graph, 1).kind_of[1:-1])
     found: Mask = kinds == np.bincount(kinds).argmax()
     return found if NEARLY_ALL <= found.mean() < 1 else None
@@ -104,7 +105,7 @@ def shortest(each: Floats, counted: Mask | None, *, in_a_row: bool) -> Floats:
 
 
 class LayersThatFitCache:
-    """Of one problem's layouts; what several of them share is worked out once."""
+    """Caches what several layouts of one problem share."""
 
     def __init__(self, counted: Mask | None) -> None:
         """counted: as work_of takes it."""
@@ -155,7 +156,8 @@ class LayersThatFitCache:
         return self._states[key]
 
     def _kept_of(self, layout: PricedLayout) -> tuple[Floats, Floats]:
-        """Of the shortest ones, and of each layer."""
+        """Return saved activation bytes: of the smallest n layers, for each n, and of each
+        layer."""
         s = layout.strategy
         degrees = (s.tensor, s.context, s.expert, s.expert_tensor)
         key = (*degrees, s.micro_batch_size, s.checkpointing, s.sequence_parallel, in_a_row(s))
@@ -184,23 +186,23 @@ class LayersThatFit:
 
     @property
     def suffices(self) -> bool:
-        """Whether there is room for all layers."""
+        """Return whether all layers fit."""
         return suffices(self.most_layers(), len(self.states) - 1)
 
     def with_more(self, each: float) -> LayersThatFit:
-        """With so many more bytes on each rank."""
+        """Return the same with `each` more bytes on each rank."""
         return replace(self, room=self.room + each)
 
     def most_layers(self, recomputed: int = 0) -> Ints:
-        """Of each rank; -1 where it has room for none. recomputed: layers of the rank, of partial
-        checkpointing."""
+        """Return the layers that each rank has memory for; -1 where not even none fit.
+        recomputed: a rank's recomputed layers under partial checkpointing."""
         kept = np.maximum(self.kept, self.kept_whole - recomputed * self.dropped)
         found: Ints = (self.states + self.flights * kept <= self.room).sum(axis=1) - 1
         return found
 
     def fewest_recomputed(self, most: int, stages: int) -> int:
-        """Of each of a rank's stages; with fewer there is no room for all layers. `most` and one
-        where there is none with as many either."""
+        """Return the fewest recomputed layers of each of a rank's stages with which all layers
+        fit; `most` + 1 where there is no such number."""
         layers = len(self.states) - 1
         return bisect.bisect_left(
             range(most + 1),
@@ -214,7 +216,7 @@ def head_rank(s: Layout) -> int:
 
 
 def in_a_row(s: Layout) -> bool:
-    """Whether a rank's layers follow one another."""
+    """Return whether a rank's layers are consecutive."""
     return s.stages == s.pipeline
 
 
@@ -223,9 +225,9 @@ def suffices(most: Ints, layers: int) -> bool:
 
 
 def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] | None:
-    """What the slowest rank's layers take at least, of a micro-batch, and the first rank that can
-    take as long. most: layers that each rank has room for; head: the rank that has the head. None
-    where there is no room for all layers."""
+    """Return the least seconds of the slowest rank's layers (one micro-batch), and the first
+    rank that can take as long. None where the layers do not fit. most: layers that each rank has
+    memory for; head: the rank with the head."""
     layers = work.layers
     if not suffices(most, layers):
         return None
@@ -245,9 +247,9 @@ def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] |
 
 
 def fewest_by_place(layers: int, most: Ints, largest: int) -> Ints | None:
-    """Of the rank with the k-th most layers, for each k from 1 on, how many it has at least where
-    the first of them has `largest`. most: as above, the largest first. None where there is no room
-    for all layers."""
+    """Return the fewest layers of the rank with the k-th most layers, for k from 1 on, where the
+    first has `largest`. None where the layers do not fit. most: layers that each rank has memory
+    for, largest first."""
     held = np.minimum(most, largest)
     if held.min() < 0 or held.sum() < layers:
         return None

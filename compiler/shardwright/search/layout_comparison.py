@@ -1,5 +1,5 @@
-"""What a ranking says beyond its first row: the Pareto front, why each other region lost, and what
-binds the winner."""
+"""Compare ranked layouts: the Pareto front, why each other region is slower, and what binds the
+winner."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class SlowerRegion:
 
 
 def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """Those that no other one beats in both step time and peak memory, the fastest first."""
+    """Return the layouts that no other one beats in both step time and peak memory, fastest
+    first."""
     front: list[Estimate] = []
     for estimate in sorted(estimates, key=lambda e: (e.time.step_seconds, e.memory.peak_bytes)):
         if not front or estimate.memory.peak_bytes < front[-1].memory.peak_bytes:
@@ -101,14 +102,14 @@ def slower_regions(
 
 
 def _below(unpriced_seconds: float, best: Estimate, winner: Estimate) -> float | None:
-    """Over the winner's step, less 1, where what is not priced may take less than the best that
-    is."""
+    """Return how much slower than the winner the skipped layouts are at least, as a share; None
+    where the best priced one is faster than that."""
     is_less = unpriced_seconds < best.time.step_seconds
     return unpriced_seconds / winner.time.step_seconds - 1 if is_less else None
 
 
 def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
-    """Why `winner` ranks before `estimate`, with the figures of both."""
+    """Explain in a phrase why `winner` ranks before `estimate`, with the figures of both."""
     if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
     if risk_adjusted_seconds(recipe, estimate) >= risk_adjusted_seconds(
@@ -141,8 +142,8 @@ def _is_faster(estimate: Estimate, winner: Estimate) -> bool:
 
 
 def binding_constraint(winner: Estimate, fastest_over_memory: Estimate | None) -> str:
-    """One sentence: memory, where a layout that does not fit would be faster; else the largest part
-    of the step. fastest_over_memory: of the search."""
+    """Say in one sentence what binds: memory, where a layout that does not fit would be faster;
+    else the largest part of the step. fastest_over_memory: from the search."""
     step = winner.time.step_seconds
     if fastest_over_memory is not None:
         faster = 1 - fastest_over_memory.time.step_seconds / step

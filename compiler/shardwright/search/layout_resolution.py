@@ -1,7 +1,8 @@
-"""What follows from a strategy and is not searched for: its layers' stages, `loss: auto`, and hpZ.
+"""Resolve what follows from a layout and is not searched for: stage boundaries, `loss: auto`, and
+hpZ.
 
-hpZ (ZeRO++, arXiv 2306.10209, section 3.2): a second copy of ZeRO-3's weights, shared out inside
-each node, so that they are gathered without the links between nodes.
+hpZ (ZeRO++, arXiv 2306.10209, section 3.2) keeps a second copy of ZeRO-3's weights, sharded
+inside each node, so that they are gathered without the links between nodes.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def estimate_layout(problem: Problem, strategy: Layout) -> Estimate:
 def price_planned_layout(
     problem: Problem, strategy: Layout, boundaries: tuple[int, ...]
 ) -> tuple[PricedLayout, Estimate]:
-    """What a plan has decided, priced by this version: nothing is settled or placed anew. Raises as
-    estimate_layout."""
+    """Price a plan's layout and boundaries with this version's cost model; nothing is resolved
+    again. Raises what estimate_layout raises."""
     diagnostics = _checked(problem, strategy)
     layout = with_boundaries(
         build_priced_layout(problem, strategy, calibrated_constants(problem.recipe)), boundaries
@@ -73,8 +74,7 @@ def estimate_checked_layout(
     diagnostics: tuple[Diagnostic, ...],
     constants: Constants | None = None,
 ) -> Estimate:
-    """As estimate_layout, for a caller that has checked the rules already, or that varies the
-    constants."""
+    """Estimate a layout whose rules are checked already, or with other constants."""
     layout, memory = resolve_layout(problem, strategy, constants)
     return price(layout, memory, diagnostics)
 
@@ -131,9 +131,8 @@ def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Layout, memory: Memo
 
 
 def _resolve_hpz(layout: PricedLayout, memory: Memory) -> tuple[PricedLayout, Memory]:
-    """With the second copy of the weights where that is shorter in time and leaves the room that
-    predictions may fall short by (decision 019). A strategy that comes with one keeps it. memory:
-    of this layout."""
+    """Add hpZ's second copy of the weights where it makes the step shorter and keeps the memory
+    headroom free (decision 019). A layout that comes with hpZ keeps it. memory: of this layout."""
     if (
         not memory_is_accepted(layout.recipe, memory)
         or layout.recipe.objective == "memory"
@@ -182,8 +181,8 @@ def without_hpz(layout: PricedLayout) -> PricedLayout:
 
 
 def keeps_headroom(recipe: Recipe, memory: Memory) -> bool:
-    """Whether memory_headroom: auto leaves what predictions fall short by; a pinned headroom is in
-    `fits` already."""
+    """Return whether `memory_headroom: auto` keeps the model's prediction error free; a pinned
+    headroom is in `fits` already."""
     if recipe.parallelism.memory_headroom is not None or recipe.assume.ignore_memory:
         return True
     return memory.peak_bytes <= bytes_with_headroom(memory.capacity_bytes)
@@ -228,8 +227,8 @@ def with_partial_checkpointing(
 
 
 def allows_partial_checkpointing(problem: Problem) -> bool:
-    """Not where the recipe pins the key or (the rule for `auto`, layout/axes.py) tensor, pipeline
-    and data of all GPUs; nor where memory decides nothing, or all."""
+    """Return whether partial checkpointing may be chosen: not where the recipe pins the key, or
+    tensor, pipeline and data of all GPUs, nor where memory decides nothing, or everything."""
     recipe = problem.recipe
     pinned = axis_named("activation_checkpointing").pin(recipe) is not None or is_world_pinned(
         problem

@@ -107,7 +107,7 @@ def batch_is_divisible(x: Candidate) -> Diagnostic | None:
 
 
 def tensor_divides_heads(x: Candidate) -> Diagnostic | None:
-    """Every rank holds as many attention heads."""
+    """Refuse tensor degrees that do not divide the attention heads."""
     return _indivisible(x, "SW3103")
 
 
@@ -192,7 +192,8 @@ def tensor_group_in_node(x: Candidate) -> Diagnostic | None:
 
 
 def tensor_parallel_styles(x: Candidate) -> Diagnostic | None:
-    """What is not proved against a plain process (models/tensor_verified.json) is not offered."""
+    """Refuse tensor parallelism of types that are not verified against one process
+    (models/tensor_verified.json)."""
     if x.strategy.tensor == 1 or x.graph.tensor_parallel_kind:
         return None
     return found(
@@ -206,7 +207,7 @@ def tensor_parallel_styles(x: Candidate) -> Diagnostic | None:
 
 
 def chunked_loss_verified(x: Candidate) -> Diagnostic | None:
-    """Whether a type's head can be run for some tokens alone is proved per type
+    """Refuse a chunked loss of types whose head is not verified to run on some tokens alone
     (models/chunked_loss_types.json)."""
     if (
         not x.graph.task_traits.chunked_loss

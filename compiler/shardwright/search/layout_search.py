@@ -89,7 +89,8 @@ _MOST_KNOWN = 8
 
 
 def search(problem: Problem) -> SearchResult:
-    """Of the same object once: a command asks several times. Otherwise as `_search`."""
+    """Rank the legal layouts of a problem. The same object is searched once: a command asks
+    several times."""
     found = next((result for known, result in _MEMOIZED if known is problem), None)
     if found is None:
         found = _search(problem)
@@ -99,8 +100,8 @@ def search(problem: Problem) -> SearchResult:
 
 @dataclass(slots=True)
 class _Best:
-    """Of the layouts priced so far the first in rank. weighed: its step with the prices of risk and
-    moving parts. priced: how many there are."""
+    """Tracks the best layout priced so far. weighed: its step seconds with the penalties for
+    risk and complexity; priced: how many layouts are priced."""
 
     weighed: float = math.inf
     step: float = math.inf
@@ -112,7 +113,7 @@ class _Best:
         self.weighed, self.step = min([(self.weighed, self.step), *each])
 
     def is_near(self, strategy: Layout, least: float) -> bool:
-        """Whether one that takes so long at least is worth a price."""
+        """Return whether a layout that takes at least `least` seconds is worth pricing."""
         if self.priced < ENOUGH and least <= WORTH_COMPARING * self.step:
             return True
         return (
@@ -139,7 +140,7 @@ def best_layout(problem: Problem) -> Estimate | None:
     ]
     heapq.heapify(waiting)
     fitting = [len(group) for group in groups]
-    """Of a group, how many micro-batches may fit, from the smallest on."""
+    """Counts, by group, the micro-batch sizes that may fit, from the smallest on."""
     best, found = _Best(), []
     while waiting:
         least, number, place, is_own = heapq.heappop(waiting)
@@ -167,7 +168,7 @@ def best_layout(problem: Problem) -> Estimate | None:
 
 
 def _stands_for_partial_checkpointing(problem: Problem, strategy: Layout) -> bool:
-    """Whether it stands for those that recompute fewer layers than all."""
+    """Return whether the layout also stands for those that recompute fewer layers."""
     return strategy.activation_checkpointing == "full" and allows_partial_checkpointing(problem)
 
 
@@ -261,7 +262,8 @@ _Group = list[_Bounded]
 
 
 def _groups(problem: Problem, rejections: Rejections) -> tuple[StepTimeBound | None, list[_Group]]:
-    """Of legal_layouts; where there are many, the bound that says what they take."""
+    """Return the legal layouts by group; with many of them, also the bound and what each takes
+    at least."""
     legal = list(legal_layouts(problem, rejections))
     if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
         return None, [[_Bounded(0.0, math.inf, *each) for each in group] for group in legal]
@@ -270,7 +272,7 @@ def _groups(problem: Problem, rejections: Rejections) -> tuple[StepTimeBound | N
 
 
 def _bounded(problem: Problem, bound: StepTimeBound, group: tuple[Legal, ...]) -> _Group:
-    """From the first one on that certainly has no room, all are infinite."""
+    """Bound each layout of a group; infinite from the first one on that certainly does not fit."""
     stands = _stands_for_partial_checkpointing(problem, group[0][0])
     least = bound.least_kept_seconds if stands else bound.least_seconds
     room = len(group) if bound.may_hold(group[0][0]) else 0
@@ -319,8 +321,8 @@ def _placed(problem: Problem, bound: StepTimeBound, each: _Bounded, best: _Best)
 
 
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:
-    """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then
-    the other keys."""
+    """Order by the objective (a fixed cluster costs what its time costs), then the simpler
+    layout, then the other keys."""
     strategy = estimate.strategy
     goal = (
         estimate.memory.peak_bytes
@@ -390,10 +392,10 @@ def fewest_layout_errors(problem: Problem) -> tuple[Diagnostic, ...]:
 
 
 def estimate_pinned_layout(problem: Problem) -> Estimate:
-    """What `estimate` prints: the pinned layout, `auto` filled by the search.
+    """Return what `estimate` prints: the pinned layout, with `auto` filled by the search.
 
-    Where no layout within the pins is feasible, the one that breaks least is priced all the same.
-    Raises Refusal where none multiplies out to the world and the batch.
+    Where no layout within the pins is feasible, the one that breaks the fewest rules is priced
+    all the same. Raises Refusal where none multiplies out to the world and the batch.
     """
     recipe = problem.recipe
     strategies = tuple(candidate_layouts(problem))

@@ -47,10 +47,8 @@ class LayoutGrid:
 
 
 def layout_grids(problem: Problem) -> Iterator[LayoutGrid]:
-    """Every choice of degrees whose product is the world and whose data degree divides the batch.
-
-    Nothing where the pins themselves do not multiply out (see `nearest`).
-    """
+    """Yield every choice of degrees whose product is the world size and whose data degree
+    divides the batch; nothing where the pins do not multiply out."""
     own = ENGINES[problem.recipe.target].axes
     for degrees in world_factorizations(problem):
         settled: dict[str, Value] = {**degrees}
@@ -73,7 +71,7 @@ def layout_grids(problem: Problem) -> Iterator[LayoutGrid]:
 
 
 def candidate_layouts(problem: Problem) -> Iterator[Layout]:
-    """Every layout of every placement; the rules decide about them."""
+    """Yield every layout of every grid, legal or not."""
     recipe = problem.recipe
     for placement in layout_grids(problem):
         names = [name for name, _ in placement.axes]
@@ -98,7 +96,8 @@ def pinned_layout(recipe: Recipe, cluster: Cluster) -> Layout:
     }
 
     def room(name: str) -> int:
-        """What the other degrees leave of the world to this one; 0 where they do not divide it."""
+        """Return what the other degrees leave of the world size to this one; 0 where they do not
+        divide it."""
         others = world_size_of(
             {axis.name: as_int(values[axis.name]) for axis in rank_axes()}
         ) // as_int(values[name])
@@ -159,7 +158,7 @@ class RejectedRegion:
 
 @dataclass(slots=True)
 class Rejections:
-    """One region a code. first: its reason and its example."""
+    """Collects one region for each rule's code. first: its reason and its example."""
 
     first: dict[str, tuple[str, Layout]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -206,7 +205,7 @@ class _Level:
 
 
 class _Walk:
-    """One placement: its axes settled one after the other."""
+    """Walks through one grid, fixing one axis after the other."""
 
     def __init__(
         self,
@@ -276,7 +275,7 @@ class _Walk:
 
 
 def _levels(target: str, names: tuple[str, ...]) -> tuple[_Level, ...]:
-    """Of the degrees, then of each axis."""
+    """Build the levels: the degrees', then each axis's."""
     settled = {axis.name for axis in AXES if axis.section} - set(names)
     waiting = list(rules_for(target).values())
     levels: list[_Level] = []

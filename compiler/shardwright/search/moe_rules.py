@@ -1,6 +1,5 @@
-"""What expert ranks (modules/expert/) do not run: degrees that do not divide, types whose experts
-cannot be shared, and what is not proved beside them.
-"""
+"""Refuse what expert parallelism does not run: degrees that do not divide, types whose experts
+cannot be sharded, and unverified combinations."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def expert_divides_ranks(x: Candidate) -> Diagnostic | None:
 
 
 def expert_divides_experts(x: Candidate) -> Diagnostic | None:
-    """Each rank has as many of each layer."""
+    """Refuse expert degrees that do not divide each layer's experts."""
     e = x.strategy.expert
     counts = set(expert_modules(x.graph).values())
     if all(count % e == 0 for count in counts):

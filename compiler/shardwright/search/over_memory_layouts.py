@@ -54,8 +54,8 @@ class OverMemoryLayouts:
         layout: PricedLayout | None,
         memory: Memory | None,
     ) -> Diagnostic:
-        """Why it does not fit, in the figures of the first one. layout, memory: None where it is
-        not settled."""
+        """Add a layout and return SW3201 with the figures of the first one added. layout,
+        memory: None where it is not resolved yet."""
         added = _NoRoom(strategy=strategy, warnings=warnings, layout=layout, memory=memory)
         self._found.append(added)
         if self._reason is None:
@@ -67,8 +67,8 @@ class OverMemoryLayouts:
         return price(*min(settled, key=lambda each: each[1].peak_bytes)) if settled else None
 
     def fastest(self, times: float, below: float) -> Estimate | None:
-        """Of those that so many times the memory would hold, and whose step takes less than
-        `below`, each moving part at its price."""
+        """Return the best layout, complexity penalties included, that fits in `times` the memory
+        and whose step takes less than `below` seconds."""
         asked = times, below
         if asked not in self._fastest:
             self._fastest[asked] = self._find_fastest(*asked)
@@ -95,7 +95,8 @@ class OverMemoryLayouts:
         return best[1]
 
     def _near(self, room: float, below: float) -> Iterator[tuple[float, int]]:
-        """What each takes at least, with its moving parts, and its place."""
+        """Yield the least seconds of each layout that may fit, complexity penalties included,
+        and its index."""
         for place, each in enumerate(self._found):
             if self._bound is None:
                 yield 0.0, place

@@ -1,6 +1,5 @@
-"""Why this layout: what it is made of, what each of its keys would cost otherwise, and what comes
-next.
-"""
+"""Explain a layout: what it consists of, what each of its keys would cost otherwise, and what
+comes next."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ def sensitivities(problem: Problem, chosen: Estimate) -> tuple[Sensitivity, ...]
 
 
 def _faster_gpu(cluster: Cluster) -> Cluster:
-    """At the same power a FLOP: with the old limit in watts a board would throttle away what it
-    gains."""
+    """Return a cluster of twice as fast GPUs at the same energy per FLOP; with the old power
+    limit the board would throttle the gain away."""
     gpu = cluster.gpu
     peaks = {precision: flops * MORE_FACTOR for precision, flops in gpu.peak_flops.items()}
     watts = None if gpu.watts is None else gpu.watts * MORE_FACTOR
@@ -119,9 +118,12 @@ class AlternativeLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyExplanation:
-    """One key of the layout. other: the best layout with any other value of it; None where no such
-    layout runs or is worth a price: then slow_seconds is what the fastest of those takes at least,
-    or refused a region that says why (neither where the search had no other value to try)."""
+    """Compares one key of the layout. other: the best layout with another value of the key.
+
+    Where no such layout runs or is worth pricing it is None; then slow_seconds is the least that
+    the fastest of those takes, or refused is a region that says why. Neither is set where the
+    key has no other value.
+    """
 
     key: str
     value: int | str
@@ -207,8 +209,8 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
 
 
 def _place(recipe: Recipe, everywhere: SearchResult, chosen: Estimate) -> int | None:
-    """Where the search would rank it: how many layers a recipe says to recompute need not be what
-    the search tries."""
+    """Return the place of the chosen layout in the search's ranking; None where the recipe pins
+    a number of recomputed layers that the search does not try."""
     order = [e.strategy for e in everywhere.ranked]
     if chosen.strategy in order:
         return order.index(chosen.strategy) + 1
@@ -326,7 +328,7 @@ def why_not(problem: Problem, chosen: Estimate) -> WhyNotResult:
 
 
 def refused(refusal: Refusal) -> WhyNotResult:
-    """Where nothing multiplies out to the GPUs and the batch."""
+    """Return the answer where no layout multiplies out to the GPUs and the batch."""
     found = refusal.diagnostics
     return WhyNotResult(
         verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message

@@ -1,5 +1,5 @@
-"""What a ranking weighs: a layout's time over the chance that it fits, and a price for each of its
-moving parts."""
+"""Weigh a layout for the ranking: its step time over the probability that it fits, and a penalty
+for each feature it adds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SAFE_FIT_PROBABILITY = 0.95
 
 
 def fit_probability(recipe: Recipe, memory: Memory) -> float:
-    """That a run needs no more than the device has, the prediction's error being normal. 1 where
-    the recipe says how much to keep free, or to ignore memory: then nothing is left to weigh."""
+    """Return the probability that a run needs no more memory than the device has, with a normal
+    prediction error. It is 1 where the recipe sets memory_headroom or ignores memory."""
     if recipe.parallelism.memory_headroom is not None or recipe.assume.ignore_memory:
         return 1.0
     kept = default_constants().memory_headroom
@@ -30,8 +30,8 @@ def fit_probability(recipe: Recipe, memory: Memory) -> float:
 
 
 def risk_adjusted_seconds(recipe: Recipe, estimate: Estimate) -> float:
-    """Of a step, over the chance of fitting; that of a layout which leaves memory_headroom free is
-    1. Infinite where there is no chance."""
+    """Return step seconds over the probability of fitting, relative to a layout that keeps
+    memory_headroom free. Infinite at probability 0."""
     chance = fit_probability(recipe, estimate.memory)
     return (
         estimate.time.step_seconds / min(1.0, chance / SAFE_FIT_PROBABILITY) if chance else math.inf
@@ -39,17 +39,18 @@ def risk_adjusted_seconds(recipe: Recipe, estimate: Estimate) -> float:
 
 
 def penalized_seconds(recipe: Recipe, estimate: Estimate) -> float:
-    """Each moving part has to win more than what predictions are off by."""
+    """Return risk-adjusted seconds with the complexity penalty: each added feature has to win
+    more than the prediction's error."""
     return with_complexity_penalty(estimate.strategy, risk_adjusted_seconds(recipe, estimate))
 
 
 def with_complexity_penalty(s: Layout, seconds: float) -> float:
-    """With the price of the layout's moving parts."""
+    """Multiply seconds by the penalty for each of the layout's features."""
     return seconds * (1 + error_benchmark().time.error) ** len(complexity_features(s))
 
 
 @functools.lru_cache(maxsize=MAX_RESULTS)
 def complexity_features(s: Layout) -> frozenset[str]:
-    """What a layout has beyond data parallelism and ZeRO. hpZ is none: nobody chooses it, and
-    nothing is lost by it."""
+    """Return what a layout has beyond data parallelism and ZeRO. hpZ does not count: nobody
+    chooses it, and it takes nothing away."""
     return frozenset(axis.feature.format(value) for axis, value in s.enabled_axes() if axis.feature)

@@ -128,7 +128,7 @@ UNPRICEABLE_CODES = frozenset({"SW3101", "SW3102"})
 
 
 def can_be_priced(strategy: Layout, found: Iterable[Diagnostic]) -> bool:
-    """Whether numbers can be given. found: of check_layout."""
+    """Return whether the layout can be priced. found: the result of check_layout."""
     priced = all(axis.has_cost_model for axis, _ in strategy.enabled_axes())
     return priced and not any(d.code in UNPRICEABLE_CODES for d in found)
 
@@ -140,7 +140,7 @@ def rules_for(target: str) -> dict[str, Rule]:
 
 
 def check_layout(problem: Problem, strategy: Layout) -> tuple[Diagnostic, ...]:
-    """Every broken rule, errors and warnings; () is a layout that this version runs."""
+    """Return every broken rule, errors and warnings; () for a layout that this version runs."""
     recipe, graph, cluster = problem.recipe, problem.graph, problem.cluster
     candidate = Candidate(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
     return sort_diagnostics(each.check(candidate) for each in rules_for(recipe.target).values())

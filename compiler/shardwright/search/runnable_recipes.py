@@ -1,6 +1,5 @@
-"""What `run` executes in this version: one table. A recipe beyond it is valid and can be estimated,
-not compiled.
-"""
+"""List what `run` executes in this version, in one table. A recipe beyond it can be estimated,
+not compiled."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class _Descent:
         self._arrays = arrays
 
     def improve(self, cuts: BoundaryArray, limit_seconds: float, *, first: bool = False) -> bool:
-        """Whether an allowed one of the cuts takes less than the limit; the fastest of them (first:
-        of the first array that has one) is then the best. Of equal ones, the first."""
+        """Move to the fastest allowed cut that takes less than the limit, and return whether
+        there is one. first: stop at the first batch that has one. Of equal cuts, the first wins."""
         bounds = _lower_bounds(self.pipeline_blocks, cuts)
         order = np.argsort(np.round(bounds / bounds.max(initial=1e-300), 9), kind="stable")
         size = max(4, BATCH_SIZE // self.pipeline_blocks.stages**2)
@@ -264,8 +264,9 @@ def _all_cuts(blocks: int, stages: int) -> BoundaryArray:
 
 @functools.lru_cache(maxsize=256)
 def _moves(stages: int) -> BoundaryArray:
-    """One block from one stage to another; every boundary between them moves along. Where there are
-    many stages, only to the neighbours, and to and from the first and the last."""
+    """Return moves of one block from one stage to another; every boundary between them moves
+    along. With many stages, only moves between neighbours and to and from the first and the
+    last."""
     moves = []
     for a, b in itertools.combinations(range(stages), 2):
         if stages <= ALL_PAIRS or a == 0 or b == stages - 1 or b - a == 1:
@@ -285,7 +286,7 @@ def _stage_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> tupl
 
 
 def _stage_sums(sums: tuple[float, ...], cuts: BoundaryArray) -> Floats:
-    """Each stage's part of the prefix sums; np.diff takes three times as long on arrays this
+    """Sum each stage's part of the prefix sums; np.diff takes three times as long on arrays this
     small."""
     at = np.array(sums)[cuts]
     result: Floats = at[:, 1:] - at[:, :-1]
@@ -293,10 +294,13 @@ def _stage_sums(sums: tuple[float, ...], cuts: BoundaryArray) -> Floats:
 
 
 def _lower_bounds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floats:
-    """No step is shorter. A rank starts behind one forward pass of each before it, ends a backward
-    pass of each before its own last, and has m of both in between. Under 1F1B it also waits, once,
-    for a micro-batch to come back from the ranks behind it: after its first m' = min(p - rank, m)
-    forward passes at the start, before its last m' backward passes at the end."""
+    """Return a lower bound of each cut's step seconds.
+
+    A rank starts after one forward pass of each rank before it, and has m of both passes. It
+    ends one backward pass of each of those ranks before the step ends. Under 1F1B it also waits
+    once for a micro-batch to come back from the ranks after it: after its first m' = min(p -
+    rank, m) forward passes at the start, and before its last m' backward passes at the end.
+    """
     forward, backward = _stage_seconds(pipeline_blocks, cuts)
     both, m = forward + backward, pipeline_blocks.micro_batches
     if PIPELINE_SCHEDULES[pipeline_blocks.schedule].is_v_shaped:
@@ -315,8 +319,8 @@ def _lower_bounds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Float
 
 
 class StageCosts(Protocol):
-    """What any run of layers costs as a stage of one strategy, by the cost model. Prefix sums have
-    an entry more than graph.layers; seconds are of one micro-batch, as in Row."""
+    """Costs any run of layers as a stage of one layout. Prefix sums have one entry more than
+    graph.layers; seconds are of one micro-batch, as in PipelineBlocks."""
 
     @property
     def forward_seconds(self) -> tuple[float, ...]: ...
@@ -330,15 +334,15 @@ class StageCosts(Protocol):
     def send_seconds(self) -> float: ...
     @property
     def usable_bytes(self) -> int:
-        """What a rank may hold at most."""
+        """Return the bytes that a rank may hold at most."""
 
     @property
     def bytes_with_headroom(self) -> int:
-        """As much as leaves free what predictions may fall short by."""
+        """Return the bytes that leave the prediction's error free."""
 
     @property
     def least_bytes(self) -> float:
-        """What the fullest rank of no placing is below."""
+        """Return bytes that no assignment's peak-memory rank is below."""
 
     def held(self, start: int, stop: int) -> tuple[float, float]:
         """Measures that a rank's peak grows with: parameters, and kept bytes."""
@@ -377,7 +381,8 @@ def assign_stages(
 
 
 def assign_interleaved_stages(recipe: Recipe, graph: ModelGraph, parts: int) -> tuple[int, ...]:
-    """Of an interleaved pipeline, whatever else the layout is."""
+    """Return the boundaries of an interleaved pipeline; they depend on the number of parts
+    alone."""
     if len(graph.layers) < parts:
         return _with_empty_stages(len(graph.layers), parts)
     if (
@@ -442,8 +447,8 @@ def _best_boundaries(
 
 
 class _MemoryLimit:
-    """Whether a cut's pipeline ranks have room. What a rank holds of the same layers is worked out
-    once."""
+    """Checks whether a cut's pipeline ranks fit in memory; caches the peak of each run of
+    layers."""
 
     def __init__(self, s: Layout, prices: StageCosts, blocks: tuple[int, ...]) -> None:
         self._prices = prices
@@ -481,9 +486,9 @@ class _MemoryLimit:
         )
 
     def greedy_boundaries(self, stages: int, limit_bytes: int) -> tuple[int, ...] | None:
-        """Each stage takes as many blocks as it has room for: if that does not place all of them,
-        no cut does, for a stage's memory grows with its blocks and falls with its number. None for
-        DualPipeV, whose ranks hold two."""
+        """Give each stage as many blocks as it has memory for. If that does not place all of
+        them, no cut does: a stage's memory grows with its blocks and falls with its number. None
+        there, and for DualPipeV, whose ranks hold two stages."""
         if self.has_two_stages_per_rank:
             return None
         cut, held = [0], 1

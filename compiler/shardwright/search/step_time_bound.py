@@ -1,5 +1,5 @@
-"""What a layout takes at least, before its layers are placed: no search prices what can be no
-answer."""
+"""Bound a layout's step seconds from below, before its layers are assigned: a layout that cannot
+win is not priced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ENOUGH, WORTH_COMPARING = 40, 1.25
 """The first so many layouts are priced to so many times the best one's step: what others lose by is
 worth knowing."""
 ROUNDING = 1e-9
-"""Where all of a step is known, it is summed in another order."""
+"""Allows for another order of summation, where all of a step is known."""
 FEW = 250
 """Layouts, so many of which are priced in about half a second: all of them, for what a complete
 list is worth."""
@@ -75,13 +75,13 @@ _placing = operator.attrgetter(*_WORK, "schedule", "virtual_stages", "pipeline",
 
 
 def _work(found: PassTimes) -> list[float]:
-    """Of one micro-batch, forward and backward: prefix sums over the layers."""
+    """Return prefix sums over the layers: forward and backward seconds of one micro-batch."""
     sums = (found.forward_compute, found.backward_compute, found.forward_comm, found.backward_comm)
     return [sum(each) for each in zip(*sums, strict=True)]
 
 
 class StepTimeBound:
-    """Of one problem's layouts; what several of them share is worked out once."""
+    """Bounds the layouts of one problem and caches what several of them share."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -98,20 +98,20 @@ class StepTimeBound:
             recipe.lora is None and not recipe.model.freeze and not graph.task_traits.has_images
         )
         self._knows_bytes = is_trained and not recipe.assume.ignore_memory
-        """Of any layers: all that they have is trained."""
+        """Knows the bytes of any layers: all their parameters are trained."""
         self._is_tied = model_shapes(problem.graph, 1).shared_numel > 0
         self._last: PricedLayout | None = None
         self._least_bytes: dict[tuple[Value, ...], float] = {}
         self._usable_bytes = usable_bytes(problem, self._constants)
 
     def _work_of(self, s: Layout) -> tuple[Value, ...]:
-        """What the work of a micro-batch over all layers is the same for. Of the other degrees it
-        knows no more than whether there are several ranks; of the schedule, where it puts a tied
+        """Return the key of a micro-batch's work over all layers. Of the other degrees it holds
+        no more than whether there are several ranks; of the schedule, where it puts a tied
         tensor."""
         return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.zero_world_size > 1
 
     def _laid_out(self, s: Layout) -> PricedLayout:
-        """Of the last one that was asked about once."""
+        """Return the layout without boundaries; the last one asked for is cached."""
         if self._last is None or self._last.strategy is not s:
             self._last = build_priced_layout(self._problem, s, self._constants)
         return self._last
@@ -135,7 +135,7 @@ class StepTimeBound:
         return self._rooms.of(self._laid_out(s)).suffices
 
     def least_with_room(self, s: Layout, room_bytes: float) -> float:
-        """As least_placed_seconds, where devices have so many bytes."""
+        """Bound as least_placed_seconds does, on devices with room_bytes."""
         least = self.least_seconds(s)
         if s.is_interleaved or not self._knows_bytes:
             return least if self.least_bytes(s) <= room_bytes else math.inf
@@ -145,10 +145,9 @@ class StepTimeBound:
         return max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
 
     def least_seconds(self, s: Layout) -> float:
-        """Of a step: all micro-batches over ranks that share the layers in the best of all shares;
-        of a pipeline also a mean rank's gradients and update. Recomputing only a part of the layers
-        may take less.
-        """
+        """Bound a step: all micro-batches, over ranks that share the layers in the best of all
+        ways. A pipeline's bound includes a mean rank's gradients and update. Partial
+        checkpointing may take less."""
         m, p = s.gradient_accumulation_steps, s.pipeline
         key = self._work_of(s)
         work = self._work.get(key)
@@ -184,10 +183,12 @@ class StepTimeBound:
     def least_placed_seconds(
         self, s: Layout, *, allows_partial_checkpointing: bool = False
     ) -> float:
-        """At least `least_seconds`, and of a pipeline also what the slowest rank does where no rank
-        has more layers than it has room for; infinite where they have none. It takes several times
-        as long to say. allows_partial_checkpointing: s, which recomputes all layers, stands for
-        those that recompute fewer of them."""
+        """Bound a step more tightly, several times as slowly: no pipeline rank has more layers than
+        fit.
+
+        Infinite where the layers do not fit. allows_partial_checkpointing: s, which recomputes
+        all layers, stands for those that recompute fewer.
+        """
         least = self.least_seconds(s)
         if self._knows_room(s):
             room = self._rooms.of(self._laid_out(s))
@@ -197,8 +198,7 @@ class StepTimeBound:
         return least
 
     def least_recomputing_less(self, s: Layout) -> float:
-        """Of those that recompute as many layers of each stage, but not all of them, as s, which
-        does, has room for."""
+        """Bound the layouts that recompute some layers of each stage, where s recomputes all."""
         kept = self.least_kept_seconds(s)
         if not self._knows_room(s):
             return kept
@@ -207,8 +207,7 @@ class StepTimeBound:
         return max(kept, self._partly(s, whole, room))
 
     def least_settled_seconds(self, layout: PricedLayout) -> float:
-        """Of one whose layers are placed, and whose price takes long to say: at least that much;
-        else 0."""
+        """Bound a layout whose layers are assigned and whose price takes long; 0 for the others."""
         if not (layout.strategy.is_interleaved and is_simulated(layout.strategy)):
             return 0.0
         factor = measured_over_predicted(layout.recipe, layout.graph, layout.strategy)
@@ -228,7 +227,7 @@ class StepTimeBound:
         return best
 
     def _knows_room(self, s: Layout) -> bool:
-        """Whether layers are placed by the room for them, and that is known."""
+        """Return whether memory decides where layers are assigned, and their bytes are known."""
         return s.pipeline > 1 and not s.is_interleaved and self._knows_bytes
 
     def _again(self, s: Layout, whole: Layout) -> float:
@@ -279,9 +278,9 @@ class StepTimeBound:
         return self._beyond[key]
 
     def _interleaved(self, s: Layout, work: list[float], more: float) -> float:
-        """Its parts are placed already: rank r works on m micro-batches, after the first parts of
-        the ranks before it went forward, and before they go backward. more: of each part, beyond
-        its layers."""
+        """Bound an interleaved schedule, whose parts are known. Rank r works on m micro-batches,
+        after the first parts of the ranks before it went forward, and before they go backward.
+        more: seconds of each part beyond its layers."""
         m, p = s.gradient_accumulation_steps, s.pipeline
         bounds = assign_interleaved_stages(
             self._problem.recipe, self._problem.graph, s.total_stages
@@ -350,19 +349,18 @@ def _of_ranks(
     message: float,
     once: Callable[[int], float],
 ) -> float:
-    """What all ranks say together, of a schedule that is simulated. once: of a step, by the layers
-    of a rank.
+    """Bound a simulated schedule's step by all ranks together. once: seconds once a step, by the
+    layers of a rank.
 
-    One micro-batch takes W on all ranks. Beside it, rank r has m - 1 of its own to do under 1F1B,
-    but for the forward passes that it makes ahead. DualPipeV's rank r has made 2 p - r and p + 1
+    One micro-batch takes W on all ranks. Besides, rank r has m - 1 of its own to do under 1F1B, but
+    for the forward passes that it makes ahead. DualPipeV's rank r has made 2 p - r and p + 1
     forward passes of its two stages, and p - r backward passes of the second, before the first
-    micro-batch comes back to the first (layout/pipeline_simulation.py); of its four messages with
-    a neighbour, two at most pass at once.
+    micro-batch comes back to the first (layout/pipeline_simulation.py). Of its four messages with a
+    neighbour, two at most pass at once.
 
-    Where the rank with the most layers has c of them, others have few or many: of the k ranks with
-    the most, the last one is rank k - 1 or stands behind it. The longest of what these say is the
-    step's bound for this c, and the least over c is the layout's. What the first of them says grows
-    with c.
+    Let the rank with the most layers have c of them. Of the k ranks with the most, the last one
+    is rank k - 1 or a later one. The longest of these bounds is the step's bound for this c, and
+    the least over c is the layout's. The first of them grows with c.
     """
     m, p = s.gradient_accumulation_steps, s.pipeline
     rank = np.arange(p)

@@ -263,7 +263,8 @@ def _unverified_settings(x: Candidate) -> Iterator[tuple[str, str, str]]:
 
 
 WARN_FROM_SHARE = 0.2
-"""Of all updates: of longer runs `explain` tells that the last one is at the rate 0."""
+"""Warns from this share of all updates on; for longer runs `explain` says that the last update
+has the rate 0."""
 
 
 def learning_rate_is_zero(x: Candidate) -> Diagnostic | None:

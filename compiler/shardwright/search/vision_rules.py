@@ -64,7 +64,8 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
 
 
 def vision_encoder_not_counted(x: Candidate) -> Diagnostic | None:
-    """Where the tower could not be run on fake tensors."""
+    """Warn where the vision encoder's cost is not counted because it does not run on fake
+    tensors."""
     if not x.graph.task_traits.has_images or (x.graph.vision is not None and x.graph.vision.layers):
         return None
     why = "" if x.graph.vision is None else f" ({x.graph.vision.untraced})"
@@ -109,8 +110,9 @@ def contrastive_is_data_parallel(x: Candidate) -> Diagnostic | None:
 
 
 def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
-    """Two micro-batches are two losses, each of fewer pairs: their mean is another loss (arXiv
-    2103.00020 compares each picture with all captions of the batch)."""
+    """Refuse gradient accumulation of a contrastive loss: two micro-batches give two losses over
+    fewer pairs, and their mean is another loss (arXiv 2103.00020 compares each image with all
+    captions of the batch)."""
     steps = x.strategy.gradient_accumulation_steps
     if not x.graph.task_traits.compares_pairs or steps == 1:
         return None
