@@ -183,7 +183,10 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
     if last_learning_rate_is_zero(priced.recipe.training):
         rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
     rows.append(("bound by", found.binding))
-    rows += [("set aside", rejected_faster_text(each)) for each in found.rejected_faster_layouts]
+    rows += [
+        ("faster but rejected", rejected_faster_text(each))
+        for each in found.rejected_faster_layouts
+    ]
     if found.other_engine is not None:
         rows.append(("engine", other_engine_text(found.other_engine)))
     if priced.plan is not None and priced.has_stale_prediction:
@@ -362,9 +365,9 @@ def _reason(reason: KeyExplanation, chosen: Estimate) -> tuple[str, ...]:
     value = f"{reason.value}{' (pinned)' if reason.pinned else ''}"
     other = reason.other
     if other is None:
-        if reason.slow_seconds is not None:
-            least = f"{reason.slow_seconds / chosen.time.step_seconds - 1:+.0%}"
-            return reason.key, value, "not priced", f"from {least}", "a bound from below"
+        if reason.least_seconds is not None:
+            least = f"{reason.least_seconds / chosen.time.step_seconds - 1:+.0%}"
+            return reason.key, value, "skipped", f"at least {least}", "cannot be faster"
         refused = reason.refused
         why = "" if refused is None else f"{refused.code}: {refused.reason}"
         return reason.key, value, "none tried" if refused is None else "none runs", "", why
@@ -644,7 +647,7 @@ def why_not_page(
     answer: WhyNotResult,
 ) -> str:
     asked = " ".join(f"{key}={value}" for key, value in request.items())
-    aside = f" (set aside: the recipe's own {', '.join(ignored_pins)})" if ignored_pins else ""
+    aside = f" (ignored: the recipe's own {', '.join(ignored_pins)})" if ignored_pins else ""
     islands = priced.recipe.cluster.islands
     each = f"{islands} islands, each " if islands > 1 else ""
     best = None if answer.verdict == CHOSEN else answer.estimate

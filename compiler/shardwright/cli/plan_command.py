@@ -222,7 +222,7 @@ def _row(
     s = estimate.strategy
     notes = [axis.table_label.format(value) for axis, value in s.enabled_axes() if axis.table_label]
     notes += [f"today's ZeRO-{s.zero_stage}"] if is_baseline else []
-    notes += ["set aside"] if is_faster_but_rejected else []
+    notes += ["faster, rejected"] if is_faster_but_rejected else []
     notes += [ran] if (ran := measured_run_note(problem.recipe, problem.graph, s)) else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
     notes += broken or ([] if ranked or _is_within_pins(problem.recipe, s) else ["not as pinned"])
@@ -248,11 +248,11 @@ def plan_json(
         "recipe": path,
         "plans": [estimate_json(path, row.estimate) for row in rows],
         "rejected": result.rejected,
-        "not_priced": [
-            {"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow
+        "skipped": [
+            {"least_step_seconds": least, **dataclasses.asdict(s)} for least, s in result.skipped
         ],
-        "lost": [
-            _slower_region_json(region) for region in slower_regions(recipe, ranked, result.slow)
+        "slower_regions": [
+            _slower_region_json(region) for region in slower_regions(recipe, ranked, result.skipped)
         ],
         "pareto": [estimate_json(path, estimate) for estimate in pareto_front(ranked)],
         "binding": None
@@ -323,7 +323,7 @@ def plan_text_lines(
         if (other := other_engine(problem, best)) is not None:
             lines.append(other_engine_text(other))
         lines += [
-            f"set aside: {rejected_faster_text(each)}"
+            f"faster but rejected: {rejected_faster_text(each)}"
             for each in rejected_faster_layouts(recipe, result.ranked)
         ]
         lines += labelled_lines(islands_rows(recipe, problem.graph, best), 9)
@@ -333,20 +333,18 @@ def plan_text_lines(
             f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}"
         )
         lines += [] if larger is None else [larger_batch_text(larger)]
-    lost = slower_regions(recipe, result.ranked, result.slow)
-    if lost:
-        lines.append("lost to row 1:")
+    slower = slower_regions(recipe, result.ranked, result.skipped)
+    if slower:
+        lines.append("slower than row 1:")
         lines += [
             f"  {slower_region_text(region):38} {slowdown_text(region):>9}  {region.because}"
-            for region in lost[:MAX_SLOWER_REGIONS]
+            for region in slower[:MAX_SLOWER_REGIONS]
         ]
-        if len(lost) > MAX_SLOWER_REGIONS:
-            lines.append(f"  and {len(lost) - MAX_SLOWER_REGIONS} more (--json)")
-    if result.slow:
-        least = result.slow[0][0] / result.ranked[0].time.step_seconds - 1
-        lines.append(
-            f"not priced: {len(result.slow)} layouts that are slower by {least:.1%} at least"
-        )
+        if len(slower) > MAX_SLOWER_REGIONS:
+            lines.append(f"  and {len(slower) - MAX_SLOWER_REGIONS} more (--json)")
+    if result.skipped:
+        least = result.skipped[0][0] / result.ranked[0].time.step_seconds - 1
+        lines.append(f"{len(result.skipped)} layouts skipped: each at least {least:.1%} slower")
     if result.rejected:
         lines.append("ruled out:")
         lines += [

@@ -58,7 +58,7 @@ class LayoutSpace:
     front: Pareto front of those that run and satisfy the pins, fastest first
     baselines: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or
         not; the one nearest to fitting where none does
-    lost, binding, rejected_faster_layouts: as `plan` reports them
+    slower_regions, binding, rejected_faster_layouts: as `plan` reports them
     best: the first row of `plan`
     legal, forbidden: numbers of layouts
     forbidden_drawn: forbidden layouts among the points
@@ -67,7 +67,7 @@ class LayoutSpace:
     points: tuple[LayoutPoint, ...]
     front: tuple[Layout, ...]
     baselines: tuple[LayoutPoint, ...]
-    lost: tuple[SlowerRegion, ...]
+    slower_regions: tuple[SlowerRegion, ...]
     binding: str
     best: Layout | None
     rejected_faster_layouts: tuple[RejectedFasterLayout, ...]
@@ -121,7 +121,7 @@ def layout_space(problem: Problem, chosen: Estimate) -> LayoutSpace:
         points=(*drawn, *legal),
         front=tuple(e.strategy for e in pareto_front(within)),
         baselines=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
-        lost=slower_regions(recipe, result.ranked, result.slow),
+        slower_regions=slower_regions(recipe, result.ranked, result.skipped),
         binding=binding_constraint(winner, result.fastest_over_memory(winner)),
         best=result.ranked[0].strategy if result.ranked else None,
         rejected_faster_layouts=rejected_faster_layouts(recipe, result.ranked),

@@ -50,7 +50,7 @@ from shardwright.utils.number_format import format_days, format_number
 
 GIB = 2**30
 LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
-LOST_SHOWN = 8
+MAX_SLOWER_REGIONS = 8
 KEPT = "memory_headroom: auto keeps free"
 ARTIFACTS: dict[str, str] = {
     "plan.json": "every decision: the lock, and all that the runtime reads",
@@ -117,7 +117,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         timeline=timeline,
         sampled_ranks=sampled_ranks(timeline, report_charts.MOST_BARS),
         space=space,
-        lost=space.lost[:LOST_SHOWN],
+        slower_regions=space.slower_regions[:MAX_SLOWER_REGIONS],
         slower_region_text=slower_region_text,
         slowdown_text=slowdown_text,
         words=Layout.describe,

@@ -1,5 +1,4 @@
-"""`cluster.nodes: auto`: the fewest nodes that finish within `training.days_at_most`, and what
-bounds them."""
+"""Choose `cluster.nodes: auto`: the fewest nodes that finish within `training.days_at_most`."""
 
 from __future__ import annotations
 
@@ -28,8 +27,9 @@ recipe's own batch needs."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSizing:
-    """smaller_nodes: the largest cluster below that has a layout at all, None where there is none;
-    smaller_days: what its best layout takes, None where none fits in memory."""
+    """Says why this number of nodes. smaller_nodes: the largest smaller cluster with any layout,
+    None where there is none; smaller_days: what its best layout takes, None where none fits in
+    memory."""
 
     nodes: int
     days: float
@@ -40,7 +40,7 @@ class ClusterSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallerClusterBatch:
-    """A batch that a smaller cluster divides, and with which it meets the deadline over the same
+    """Holds a batch that a smaller cluster divides and that meets the deadline over the same
     tokens. cost: None without a price; cost_now: with the recipe's own batch."""
 
     global_batch_size: int
@@ -80,8 +80,8 @@ def smaller_cluster_batch(problem: Problem, sizing: ClusterSizing) -> SmallerClu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargerBatch:
-    """The same cluster with LARGER times the batch and as many tokens. shorter: of the days, as a
-    share."""
+    """Holds what LARGER times the batch takes on the same cluster over as many tokens. shorter:
+    the share of the days that it saves."""
 
     global_batch_size: int
     days: float
@@ -89,7 +89,7 @@ class LargerBatch:
 
 
 def larger_batch(problem: Problem, sizing: ClusterSizing) -> LargerBatch | None:
-    """problem: sized. None where no layout of the larger batch fits."""
+    """Price a larger batch; None where no layout of it fits. problem: with its nodes chosen."""
     batch = LARGER * problem.recipe.training.global_batch_size
     ranked = search(_with_batch(problem, batch)).ranked
     if not ranked:
@@ -110,24 +110,25 @@ def _with_batch(problem: Problem, batch: int) -> Problem:
 
 
 def _round(nodes: float) -> int:
-    """Up, to a number that clusters are ordered in: of 64 nodes and more a multiple of 8, of 32 of
-    4, of 16 of 2."""
+    """Round up to a usual cluster size: a multiple of 8 from 64 nodes on, of 4 from 32, of 2
+    from 16."""
     step = 1 << max(0, int(math.log2(max(1.0, nodes))) - 3)
     return math.ceil(nodes / step) * step
 
 
 def _nearest_multiple(batch: int, world: int) -> int:
-    """0 where every multiple is more than half as large again, or less than half."""
+    """Return the multiple of `world` nearest to the batch; 0 where that is more than 1.5 times
+    the batch or less than half."""
     near = max(1, round(batch / world)) * world
     return near if batch / 2 <= near <= 1.5 * batch else 0
 
 
 def size_cluster(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
-    """The problem with its number of nodes; as given, and None, where the recipe has one.
+    """Return the problem with its number of nodes; unchanged, with None, where the recipe gives it.
 
-    Its cluster is of one node where the recipe says auto. Exact: every number of nodes below the
-    answer either has no layout (the degrees and the batch do not divide), cannot be fast enough at
-    the GPUs' peak, or was searched. Raises Refusal: SW3003 (an unknown number of steps), SW3204 (no
+    With `nodes: auto` the problem's cluster has one node. Exact: each smaller number of nodes
+    has no layout (the degrees and the batch do not divide), cannot be fast enough at the GPUs'
+    peak, or was searched. Raises Refusal: SW3003 (an unknown number of steps), SW3204 (no
     cluster is fast enough).
     """
     recipe, cluster = problem.recipe, problem.cluster
@@ -192,7 +193,7 @@ def _withnodes_text(problem: Problem, nodes: int) -> Problem:
 
 
 def _work_seconds(problem: Problem) -> float:
-    """GPU-seconds of a step at the dense peak: no layout takes less."""
+    """Return a step's GPU-seconds at the dense peak: no layout takes less."""
     recipe, graph, cluster = problem.recipe, problem.graph, problem.cluster
     shapes = model_shapes(graph, 1)
     _, _, scores = shapes.decoder_flops

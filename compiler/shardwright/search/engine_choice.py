@@ -1,5 +1,5 @@
-"""`target: auto`: the engine whose best plan is the better one; and beside any plan what another
-engine would make."""
+"""Choose the engine of `target: auto` by its best plan, and compare any plan with another
+engine's."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from shardwright.utils.json_values import JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherEngine:
-    """The best layout under another engine. slower: its step over the chosen one's, less 1.
-    because: what the one of the two that ranks lower loses by. chosen: the engine of the plan;
-    automatic: the compiler chose it."""
+    """Compares the best layout under another engine with the chosen one. slower: its step over
+    the chosen one's, less 1. because: why the one that ranks lower does. chosen: the plan's
+    engine; automatic: the compiler chose it."""
 
     target: str
     chosen: str
@@ -51,24 +51,24 @@ def resolve_problem(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     """
     if problem.recipe.target != AUTO_TARGET:
         return resolve_kernels(problem, resolve_nodes_and_accumulation_dtype)
-    settled: list[tuple[Problem, ClusterSizing | None]] = []
+    resolved: list[tuple[Problem, ClusterSizing | None]] = []
     refused: list[Refusal] = []
     first, *others = engines_for(AUTO_TARGET)
     for engine in (first, *(e for e in others if _engine_supports(e, problem))):
         try:
-            settled.append(
+            resolved.append(
                 resolve_kernels(_for_engine(problem, engine), resolve_nodes_and_accumulation_dtype)
             )
         except Refusal as refusal:
             refused.append(refusal)
-    if not settled:
+    if not resolved:
         raise refused[0]
-    return min(settled, key=lambda each: _engine_rank(each[0]))
+    return min(resolved, key=lambda each: _engine_rank(each[0]))
 
 
 def problem_under_engine(problem: Problem, target: str) -> Problem:
-    """The same under the engine that a question names, with nothing settled for the plan's own.
-    Raises Refusal: what that engine does not take of the recipe or the model."""
+    """Return the problem under the engine that a question names, with the choices for the plan's
+    engine undone. Raises Refusal for a recipe or a model that the engine does not support."""
     engine = ENGINES[target]
     other = _for_engine(_with_auto_restored(problem), engine)
     wrong = engine.sbatch_option_errors(other.recipe)
@@ -99,8 +99,9 @@ def start_engine_comparison(problem: Problem) -> None:
 
 
 def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
-    """problem: settled. None where no other engine takes the recipe and the model, none of its
-    layouts runs, or the figures are not of this project's own run on GPUs. Of several the best."""
+    """Return the best layout under any other engine. None where no other engine supports the
+    recipe and the model, none of its layouts runs, or the figures are not of this project's own
+    run on GPUs. problem: resolved."""
     recipe = problem.recipe
     if not _compares_engines(problem):
         return None
@@ -185,6 +186,6 @@ def _recipe_value(recipe: Recipe, section: str, key: str) -> object:
 
 
 def _engine_rank(problem: Problem) -> tuple[int, bool, tuple[float | int | str, ...]]:
-    """Fewer nodes first, then what a ranking puts first; an engine without a layout last."""
+    """Order by fewer nodes, then as a ranking does; an engine without a layout comes last."""
     ranked = search(problem).ranked
     return problem.cluster.nodes, not ranked, rank_key(problem.recipe, ranked[0]) if ranked else ()

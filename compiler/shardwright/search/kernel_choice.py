@@ -1,5 +1,5 @@
-"""`model.kernels: auto`: torch.compile of the layers where it is proved and faster, else Hugging
-Face's modules."""
+"""Choose `model.kernels: auto`: torch.compile of the layers where it is verified and faster,
+else Hugging Face's modules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ResolvedProblem = tuple[Problem, ClusterSizing | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenKernels:
-    """seconds: of the best layout's step; other_seconds: with the kernels that were not taken, None
-    where no layout runs with them."""
+    """Says which kernels are used. seconds: the best layout's step; other_seconds: with the
+    other kernels, None where no layout runs with them."""
 
     kernels: Kernels
     seconds: float
@@ -32,8 +32,8 @@ class ChosenKernels:
 def resolve_kernels(
     problem: Problem, resolve_rest: Callable[[Problem], ResolvedProblem]
 ) -> ResolvedProblem:
-    """settle: what else is open, in that order: fewer nodes first, then the shorter step. Raises as
-    `settle` does for Hugging Face's modules, where torch.compile is no way out."""
+    """Choose by fewer nodes, then by the shorter step. resolve_rest: resolves what else is open.
+    Raises what it raises for Hugging Face's modules, where torch.compile does not work either."""
     if problem.recipe.model.kernels != "auto":
         return resolve_rest(problem)
     compiled: ResolvedProblem | None
@@ -70,8 +70,8 @@ def _with_kernels(problem: Problem, kernels: Kernels) -> Problem:
     )
 
 
-def _rank(settled: ResolvedProblem) -> tuple[int, float]:
-    problem, _ = settled
+def _rank(resolved: ResolvedProblem) -> tuple[int, float]:
+    problem, _ = resolved
     ranked = search(problem).ranked
     return problem.cluster.nodes, penalized_seconds(problem.recipe, ranked[0]) if ranked else float(
         "inf"

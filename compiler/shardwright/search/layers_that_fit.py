@@ -37,13 +37,15 @@ NEARLY_ALL = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSeconds:
-    """Seconds of one micro-batch, forward and backward. least, most: by a rank's number of counted
-    decoder layers, of the shortest ones that it can have, and of the longest with all that are not
-    counted. each: of the decoder layers. head: of the head. total: of all layers. forward_share:
-    the largest part of a layer's seconds that is its forward pass. repeated, again: of partial
-    checkpointing, the layers of a rank that are recomputed, and what each of them takes; in none of
-    the other figures."""
+class LayerSeconds:
+    """Holds seconds of one micro-batch, forward and backward.
+
+    least, most: by a rank's number of counted decoder layers: of the shortest ones it can have,
+    and of the longest with all that are not counted. each: of each decoder layer. head: of the
+    head. total: of all layers. forward_share: the largest share of a layer's seconds that is its
+    forward pass. recomputed_layers, recompute_seconds: under partial checkpointing, a rank's
+    recomputed layers and the seconds of each, which are in none of the other figures.
+    """
 
     least: Floats
     most: Floats
@@ -51,16 +53,16 @@ class RowSeconds:
     head: float
     total: float
     forward_share: float
-    repeated: int = 0
-    again: float = 0.0
+    recomputed_layers: int = 0
+    recompute_seconds: float = 0.0
 
     @property
     def layers(self) -> int:
         return len(self.least) - 1
 
-    def again_on(self, layers: Ints) -> Floats:
+    def recompute_seconds_on(self, layers: Ints) -> Floats:
         """Return the seconds of recomputation, by the number of layers of a rank."""
-        found: Floats = np.minimum(layers, self.repeated) * self.again
+        found: Floats = np.minimum(layers, self.recomputed_layers) * self.recompute_seconds
         return found
 
 
@@ -73,18 +75,20 @@ def commonest_layers(graph: ModelGraph) -> Mask | None:
     return found if NEARLY_ALL <= found.mean() < 1 else None
 
 
-def work_of(found: PassTimes, counted: Mask | None, *, in_a_row: bool) -> RowSeconds:
-    """counted: the decoder layers that are counted, None for all. in_a_row: as those of a rank are,
-    but for DualPipeV's, of two stages."""
+def seconds_by_layer_count(
+    found: PassTimes, counted: Mask | None, *, has_consecutive_layers: bool
+) -> LayerSeconds:
+    """Sum seconds by the number of layers. counted: mask of the decoder layers that are counted,
+    None for all. has_consecutive_layers: a rank's layers are consecutive (not DualPipeV's)."""
     forward = np.add(found.forward_compute, found.forward_comm)
     both = forward + found.backward_compute + found.backward_comm
     each = np.diff(both)
     share = np.diff(forward)[each > 0] / each[each > 0]
     decoders = each[1:-1]
     others = 0.0 if counted is None else float(decoders[~counted].sum())
-    return RowSeconds(
-        least=shortest(decoders, counted, in_a_row=in_a_row),
-        most=others - shortest(-decoders, counted, in_a_row=in_a_row),
+    return LayerSeconds(
+        least=shortest(decoders, counted, has_consecutive_layers=has_consecutive_layers),
+        most=others - shortest(-decoders, counted, has_consecutive_layers=has_consecutive_layers),
         each=decoders,
         head=float(each[-1]),
         total=float(both[-1]),
@@ -92,9 +96,9 @@ def work_of(found: PassTimes, counted: Mask | None, *, in_a_row: bool) -> RowSec
     )
 
 
-def shortest(each: Floats, counted: Mask | None, *, in_a_row: bool) -> Floats:
-    """The least sum of n of the counted entries, for each n."""
-    if counted is not None or not in_a_row:
+def shortest(each: Floats, counted: Mask | None, *, has_consecutive_layers: bool) -> Floats:
+    """Return the least sum of n of the counted entries, for each n."""
+    if counted is not None or not has_consecutive_layers:
         chosen = np.sort(each if counted is None else each[counted])
         return np.concatenate([[0.0], np.cumsum(chosen)])
     if len(each) and np.ptp(each) <= 1e-12 * abs(each[0]):
@@ -108,35 +112,35 @@ class LayersThatFitCache:
     """Caches what several layouts of one problem share."""
 
     def __init__(self, counted: Mask | None) -> None:
-        """counted: as work_of takes it."""
+        """Take the mask that seconds_by_layer_count takes."""
         self._counted = counted
         self._states: dict[Hashable, Floats] = {}
         self._kept: dict[Hashable, tuple[Floats, Floats]] = {}
 
-    def of(self, layout: PricedLayout, kept_whole: PricedLayout | None = None) -> LayersThatFit:
-        """kept_whole: the same layout with nothing recomputed, to ask about partial checkpointing
-        of a layout that recomputes all layers."""
+    def of(self, layout: PricedLayout, whole: PricedLayout | None = None) -> LayersThatFit:
+        """Return the layers that fit. whole: the same layout with nothing recomputed, to ask
+        about partial checkpointing of a layout that recomputes all layers."""
         rank, head = least_rank_bytes(
-            layout if kept_whole is None else kept_whole
-        )  # the latter's makes no layer again
+            layout if whole is None else whole
+        )  # with nothing recomputed in the latter
         s = layout.strategy
-        room = np.full(
+        free_bytes = np.full(
             (s.pipeline, 1), float(usable_bytes(layout.problem, layout.constants) - rank)
         )
         if (
             layout.recipe.model.loss != "auto"
         ):  # which may take the loss in chunks, so that the head needs less
-            room[head_rank(s)] -= head
+            free_bytes[head_rank(s)] -= head
         kept, each = self._kept_of(layout)
-        whole, whole_each = (kept, each) if kept_whole is None else self._kept_of(kept_whole)
+        unsaved, unsaved_each = (kept, each) if whole is None else self._kept_of(whole)
         return LayersThatFit(
-            room=room,
+            free_bytes=free_bytes,
             # DualPipeV's returning half has the fewer micro-batches in flight.
-            flights=np.array([in_flight(s, rank)[-1] for rank in range(s.pipeline)])[:, None],
+            in_flight=np.array([in_flight(s, rank)[-1] for rank in range(s.pipeline)])[:, None],
             states=self._states_of(layout),
             kept=kept,
-            kept_whole=whole,
-            dropped=float((whole_each - each).max()),
+            saved_without_recompute=unsaved,
+            dropped=float((unsaved_each - each).max()),
         )
 
     def _states_of(self, layout: PricedLayout) -> Floats:
@@ -148,11 +152,13 @@ class LayersThatFitCache:
             s.zero_world_size,
             s.zero_stage,
             s.offload,
-            in_a_row(s),
+            has_consecutive_layers(s),
         )
         if key not in self._states:
             each = np.diff(states_of_layers(layout))
-            self._states[key] = shortest(each, self._counted, in_a_row=in_a_row(s))
+            self._states[key] = shortest(
+                each, self._counted, has_consecutive_layers=has_consecutive_layers(s)
+            )
         return self._states[key]
 
     def _kept_of(self, layout: PricedLayout) -> tuple[Floats, Floats]:
@@ -160,28 +166,37 @@ class LayersThatFitCache:
         layer."""
         s = layout.strategy
         degrees = (s.tensor, s.context, s.expert, s.expert_tensor)
-        key = (*degrees, s.micro_batch_size, s.checkpointing, s.sequence_parallel, in_a_row(s))
+        key = (
+            *degrees,
+            s.micro_batch_size,
+            s.checkpointing,
+            s.sequence_parallel,
+            has_consecutive_layers(s),
+        )
         if key not in self._kept:
             each = np.diff(kept_of_layers(layout))
-            self._kept[key] = shortest(each, self._counted, in_a_row=in_a_row(s)), each
+            self._kept[key] = (
+                shortest(each, self._counted, has_consecutive_layers=has_consecutive_layers(s)),
+                each,
+            )
         return self._kept[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersThatFit:
-    """Decoder layers of those counted that the ranks of one layout have room for, whichever these
+    """Says how many counted decoder layers each rank of one layout has memory for, whichever they
     are.
 
-    room: bytes of each rank (p, 1). flights: micro-batches that it keeps at once (p, 1). states,
-    kept, kept_whole: bytes by the number of layers. dropped: what recomputing one layer saves at
-    most.
+    free_bytes: of each rank (p, 1). in_flight: micro-batches that it saves at once (p, 1).
+    states, saved, saved_without_recompute: bytes by the number of layers. dropped: the most that
+    recomputing one layer saves.
     """
 
-    room: Floats
-    flights: Ints
+    free_bytes: Floats
+    in_flight: Ints
     states: Floats
     kept: Floats
-    kept_whole: Floats
+    saved_without_recompute: Floats
     dropped: float
 
     @property
@@ -189,15 +204,15 @@ class LayersThatFit:
         """Return whether all layers fit."""
         return suffices(self.most_layers(), len(self.states) - 1)
 
-    def with_more(self, each: float) -> LayersThatFit:
+    def with_more_bytes(self, each: float) -> LayersThatFit:
         """Return the same with `each` more bytes on each rank."""
-        return replace(self, room=self.room + each)
+        return replace(self, free_bytes=self.free_bytes + each)
 
     def most_layers(self, recomputed: int = 0) -> Ints:
         """Return the layers that each rank has memory for; -1 where not even none fit.
         recomputed: a rank's recomputed layers under partial checkpointing."""
-        kept = np.maximum(self.kept, self.kept_whole - recomputed * self.dropped)
-        found: Ints = (self.states + self.flights * kept <= self.room).sum(axis=1) - 1
+        kept = np.maximum(self.kept, self.saved_without_recompute - recomputed * self.dropped)
+        found: Ints = (self.states + self.in_flight * kept <= self.free_bytes).sum(axis=1) - 1
         return found
 
     def fewest_recomputed(self, most: int, stages: int) -> int:
@@ -215,7 +230,7 @@ def head_rank(s: Layout) -> int:
     return 0 if s.ends_share_rank else s.pipeline - 1
 
 
-def in_a_row(s: Layout) -> bool:
+def has_consecutive_layers(s: Layout) -> bool:
     """Return whether a rank's layers are consecutive."""
     return s.stages == s.pipeline
 
@@ -224,7 +239,7 @@ def suffices(most: Ints, layers: int) -> bool:
     return bool(most.min() >= 0 and most.sum() >= layers)
 
 
-def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] | None:
+def slowest_rank(work: LayerSeconds, most: Ints, head: int) -> tuple[float, int] | None:
     """Return the least seconds of the slowest rank's layers (one micro-batch), and the first
     rank that can take as long. None where the layers do not fit. most: layers that each rank has
     memory for; head: the rank with the head."""
@@ -233,7 +248,7 @@ def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] |
         return None
     extra = np.zeros(len(most))
     extra[head] = work.head
-    least = work.least + work.again_on(np.arange(layers + 1))
+    least = work.least + work.recompute_seconds_on(np.arange(layers + 1))
 
     def places_all(seconds: float) -> bool:
         done = np.searchsorted(least, seconds * (1 + ROUNDING) - extra, side="right") - 1
@@ -242,7 +257,7 @@ def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] |
     tried = np.sort(np.concatenate([least, least + work.head]))
     slowest = float(tried[bisect.bisect_left(tried, True, key=places_all)])
     held = np.minimum(most, layers)
-    longest = work.most[held] + work.again_on(held) + extra
+    longest = work.most[held] + work.recompute_seconds_on(held) + extra
     return slowest, int(np.argmax(longest >= slowest * (1 - ROUNDING)))
 
 

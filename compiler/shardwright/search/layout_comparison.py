@@ -33,11 +33,11 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowerRegion:
-    """The feasible layouts of one region that is not the winner's.
+    """Compares the feasible layouts of another region with the winner.
 
-    where: the keys that make it, and their values. best: of those that are priced. slower: the best
-    one's step over the winner's, less 1. because: the part of the step that costs it most.
-    at_least: the same of all, where one that is not priced may be faster than the best; None
+    where: the keys that make the region, and their values. best: the best priced layout. slower:
+    its step over the winner's, less 1. because: the part of the step that costs it most.
+    at_least: a lower bound of slower, where a skipped layout may be faster than the best; None
     elsewhere.
     """
 
@@ -66,10 +66,10 @@ def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 
 
 def slower_regions(
-    recipe: Recipe, ranked: Sequence[Estimate], slow: Iterable[tuple[float, Layout]] = ()
+    recipe: Recipe, ranked: Sequence[Estimate], skipped: Iterable[tuple[float, Layout]] = ()
 ) -> tuple[SlowerRegion, ...]:
-    """`ranked`: best first. The nearest region first. slow: what is not priced, and what it takes
-    at least."""
+    """Return the regions that are not the winner's, the nearest first. ranked: best first.
+    skipped: layouts that are not priced, and what each takes at least."""
     if not ranked:
         return ()
     winner = ranked[0]
@@ -81,10 +81,10 @@ def slower_regions(
     regions: dict[tuple[Value, ...], list[Estimate]] = {}
     for estimate in ranked:
         regions.setdefault(region_of(estimate.strategy), []).append(estimate)
-    unpriced: dict[tuple[Value, ...], float] = {}
-    for least, strategy in slow:
+    least_seconds: dict[tuple[Value, ...], float] = {}
+    for least, strategy in skipped:
         where = region_of(strategy)
-        unpriced[where] = min(least, unpriced.get(where, math.inf))
+        least_seconds[where] = min(least, least_seconds.get(where, math.inf))
     found = (
         SlowerRegion(
             where=tuple(zip(keys, values, strict=True)),
@@ -94,18 +94,20 @@ def slower_regions(
             peak_bytes=members[0].memory.peak_bytes,
             slower=members[0].time.step_seconds / winner.time.step_seconds - 1,
             because=because(recipe, members[0], winner),
-            at_least=_below(unpriced.get(values, math.inf), members[0], winner),
+            at_least=_below(least_seconds.get(values, math.inf), members[0], winner),
         )
         for values, members in list(regions.items())[1:]
     )
-    return tuple(sorted(found, key=lambda region: region.nearest)) if unpriced else tuple(found)
+    return (
+        tuple(sorted(found, key=lambda region: region.nearest)) if least_seconds else tuple(found)
+    )
 
 
-def _below(unpriced_seconds: float, best: Estimate, winner: Estimate) -> float | None:
+def _below(skipped_seconds: float, best: Estimate, winner: Estimate) -> float | None:
     """Return how much slower than the winner the skipped layouts are at least, as a share; None
     where the best priced one is faster than that."""
-    is_less = unpriced_seconds < best.time.step_seconds
-    return unpriced_seconds / winner.time.step_seconds - 1 if is_less else None
+    is_less = skipped_seconds < best.time.step_seconds
+    return skipped_seconds / winner.time.step_seconds - 1 if is_less else None
 
 
 def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
@@ -133,7 +135,7 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
 
 
 def step_part_name(part: str, *strategies: Layout) -> str:
-    """A part of a step, as a sentence about these layouts names it."""
+    """Name a part of a step for a sentence about these layouts."""
     return PARTS[part].format(in_layer_collectives_text(*strategies))
 
 

@@ -41,10 +41,11 @@ from shardwright.search.stage_assignment import assign_stages
 
 
 def estimate_layout(problem: Problem, strategy: Layout) -> Estimate:
-    """Numbers for any layout whose world and batch work out; rules and memory decide `feasible`.
+    """Estimate any layout whose degrees multiply to the world size and the batch; rules and memory
+    decide `feasible`.
 
-    Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for
-    axes that the cost model does not know: there is nothing to count.
+    Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not
+    multiply out, and for axes without a cost model.
     """
     return estimate_checked_layout(problem, strategy, _checked(problem, strategy))
 
@@ -82,8 +83,8 @@ def estimate_checked_layout(
 def resolve_layout(
     problem: Problem, strategy: Layout, constants: Constants | None = None
 ) -> tuple[PricedLayout, Memory]:
-    """The layout, whose strategy says how all is settled, and its memory: the cheap half of a
-    price. A search asks no more of what does not fit."""
+    """Return the layout with everything that follows from it resolved, and its memory: the cheap
+    half of a price. A search does no more for a layout that does not fit."""
     recipe, graph = problem.recipe, problem.graph
     layout, ranks = _with_rank_memory(problem, strategy, constants)
     memory = estimate_memory(layout, ranks)
@@ -116,8 +117,8 @@ def _with_rank_memory(
 
 
 def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Layout, memory: Memory) -> bool:
-    """`loss: auto` makes the head's product once more only for memory that is asked for or needed
-    (decision 018)."""
+    """Return whether `loss: auto` may chunk the loss: only for memory that is needed, or is the
+    objective, since it recomputes the head's product (decision 018)."""
     own = ENGINES[recipe.target].traits.chunked_loss and recipe.is_own_run
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
     wanted = recipe.objective == "memory" or not memory_is_accepted(recipe, memory)
@@ -152,9 +153,12 @@ def _resolve_hpz(layout: PricedLayout, memory: Memory) -> tuple[PricedLayout, Me
 
 
 def with_hpz(layout: PricedLayout) -> PricedLayout | None:
-    """The same layout with the second copy; None where the recipe wants none, where no data group
-    has several ranks on each of several nodes, and where DeepSpeed cannot: below ZeRO-3, and under
-    offload (the loss freezes, DeepSpeed#6926). Beside context ranks it is not tried."""
+    """Return the same layout with hpZ's copy; None where hpZ cannot run.
+
+    It cannot where the recipe disables it, where no data group has several ranks on each of
+    several nodes, below ZeRO-3, and under offload (the loss freezes, DeepSpeed#6926). Beside
+    context parallelism it is not tried.
+    """
     s, recipe = layout.strategy, layout.recipe
     own = (
         ENGINES[recipe.target].traits.hpz
@@ -199,12 +203,12 @@ def keeps_headroom(recipe: Recipe, memory: Memory) -> bool:
 def with_partial_checkpointing(
     problem: Problem, layout: PricedLayout, memory: Memory
 ) -> tuple[PricedLayout, Memory] | None:
-    """The layout with fewer layers recomputed, settled as the recipe that pins them would be: as
-    few as fit, or as few as pay where a pipeline's layers have to move for it.
+    """Return the layout with fewer layers recomputed, resolved as a recipe that pins them would be:
+    as few as fit, or as few as pay where a pipeline's layers have to move for it.
 
-    layout: settled, with all layers recomputed. None where it has not, where it does not fit, where
-    recomputing none fits too, and where the recipe does not ask for it. What predictions fall short
-    by stays free where the layout keeps it free.
+    layout: resolved, with all layers recomputed. None where it recomputes fewer already, does
+    not fit, or fits with none recomputed, and where the recipe does not ask for it. The
+    prediction's error stays free where the layout keeps it free.
     """
     recipe = problem.recipe
     if (
@@ -218,7 +222,7 @@ def with_partial_checkpointing(
         limit = min(limit, bytes_with_headroom(memory.capacity_bytes))
     # The second copy of the weights takes room that fewer recomputed layers could have.
     bases = [layout, without_hpz(layout)] if layout.strategy.hpz_partition_size > 1 else [layout]
-    found = [_settled(problem, base, limit) for base in bases]
+    found = [_fastest_partial_checkpointing(problem, base, limit) for base in bases]
     return min(
         (f for f in found if f is not None),
         key=lambda f: estimate_time(f[0]).step_seconds,
@@ -236,20 +240,21 @@ def allows_partial_checkpointing(problem: Problem) -> bool:
     return not (pinned or recipe.objective == "memory" or recipe.assume.ignore_memory)
 
 
-def _settled(
+def _fastest_partial_checkpointing(
     problem: Problem, layout: PricedLayout, limit: int
 ) -> tuple[PricedLayout, Memory] | None:
-    """The layers of a pipeline may come to stand on other stages, where fewer still fit; that can
-    make the slowest rank slower than what is no longer recomputed made it faster."""
+    """Find the fastest number of recomputed layers. With fewer of them, a pipeline's layers may
+    move to other stages; that can make the slowest rank slower than the saved recomputation made
+    it faster."""
     s = layout.strategy
 
     def at(layers: int) -> tuple[PricedLayout, Memory]:
-        choice = _choice(layers * s.virtual_stages)  # of a rank
+        choice = _checkpointing_of(layers * s.virtual_stages)  # of a rank
         return resolve_layout(
             problem, replace(s, activation_checkpointing=choice, hpz_partition_size=1)
         )
 
-    fewest = _fewest(layout, limit)
+    fewest = _fewest_recomputed_layers(layout, limit)
     if not fewest:
         return None
     found = at(fewest)
@@ -270,16 +275,16 @@ def _is_faster(layout: PricedLayout, other: PricedLayout) -> bool:
     return estimate_time(layout).step_seconds < estimate_time(other).step_seconds
 
 
-def _choice(layers: int) -> Checkpointing | PartialCheckpointing:
+def _checkpointing_of(layers: int) -> Checkpointing | PartialCheckpointing:
     return PartialCheckpointing(full=layers) if layers else "none"
 
 
-def _fewest(layout: PricedLayout, limit: int) -> int:
-    """Recomputed layers of each part with which the layout fits, its layers where they are; 0 where
-    it fits without, or only with all of them.
+def _fewest_recomputed_layers(layout: PricedLayout, limit: int) -> int:
+    """Return the fewest recomputed layers of each part with which the layout fits at its
+    boundaries; 0 where it fits with none, or only with all.
 
-    By bisection: memory falls with each layer, but for the last one of a stage, which is made again
-    beside its inputs instead of being kept.
+    Bisects: memory falls with each layer, but for the last one of a stage, which is recomputed
+    beside its inputs instead of being saved.
     """
     largest = max(layout.decoder_layers(block) for blocks in layout.ranks for block in blocks)
     most = min(largest - 1, max_decoder_layers_per_stage(layout.graph, layout.strategy))
@@ -287,7 +292,7 @@ def _fewest(layout: PricedLayout, limit: int) -> int:
     def fits(layers: int) -> bool:
         strategy = replace(
             layout.strategy,
-            activation_checkpointing=_choice(layers * layout.strategy.virtual_stages),
+            activation_checkpointing=_checkpointing_of(layers * layout.strategy.virtual_stages),
         )
         there = with_boundaries(
             build_priced_layout(layout.problem, strategy, layout.constants), layout.boundaries

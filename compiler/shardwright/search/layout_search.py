@@ -1,4 +1,4 @@
-"""Stage 4: rank every layout that the rules allow, and say why the others are out."""
+"""Rank every layout that the rules allow, and say why the others are rejected."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from shardwright.search.over_memory_layouts import (
 from shardwright.search.ranking_penalties import penalized_seconds, with_complexity_penalty
 from shardwright.search.rule_registry import UNPRICEABLE_CODES, check_layout
 from shardwright.search.step_time_bound import (
-    ENOUGH,
-    FEW,
-    WORTH_COMPARING,
-    WORTH_PRICING,
+    ALWAYS_PRICED,
+    ALWAYS_PRICED_FACTOR,
+    PRICED_FACTOR,
+    PRICED_WHOLE,
     StepTimeBound,
 )
 
@@ -57,31 +57,31 @@ under ZeRO-1."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """ranked: the feasible layouts, best first. rejected: one region a code, the largest first.
-    slow: legal ones that are not priced, and what each takes at least (bound.py), the fastest
-    first.
+    """Holds what a search found.
 
-    closest: the legal layout that misses memory by least, where none fits. beyond: those that have
-    no room.
+    ranked: the feasible layouts, best first. rejected: one region for each code, the largest
+    first. skipped: legal layouts that are certainly slower, and the seconds that each takes at
+    least (step_time_bound.py), the fastest first. closest: the legal layout that misses memory
+    by least, where none fits. over_memory: the legal layouts that do not fit.
     """
 
     ranked: tuple[Estimate, ...]
     rejected: tuple[RejectedRegion, ...]
-    slow: tuple[tuple[float, Layout], ...]
+    skipped: tuple[tuple[float, Layout], ...]
     closest: Estimate | None
-    beyond: OverMemoryLayouts
+    over_memory: OverMemoryLayouts
     seconds: float
 
     def fastest_over_memory(self, winner: Estimate) -> Estimate | None:
-        """The best of those that NEXT_GPU_MEMORY_FACTOR times the memory would hold, and that are
-        faster than the winner by MEMORY_BOUND_FROM; where some layout fits."""
+        """Return the best layout that fits in NEXT_GPU_MEMORY_FACTOR times the memory and is
+        faster than the winner by MEMORY_BOUND_FROM; None where no layout fits at all."""
         below = winner.time.step_seconds * (1 - MEMORY_BOUND_FROM)
-        return self.beyond.fastest(NEXT_GPU_MEMORY_FACTOR, below) if self.ranked else None
+        return self.over_memory.fastest(NEXT_GPU_MEMORY_FACTOR, below) if self.ranked else None
 
     def best_nearly_fitting(self, below: float) -> Estimate | None:
-        """The best of those that NEARLY times the memory would hold, and whose step takes less than
-        `below`."""
-        return self.beyond.fastest(NEARLY_FITS_FACTOR, below)
+        """Return the best layout that fits in NEARLY_FITS_FACTOR times the memory and whose step
+        takes less than `below` seconds."""
+        return self.over_memory.fastest(NEARLY_FITS_FACTOR, below)
 
 
 _MEMOIZED: list[tuple[Problem, SearchResult]] = []
@@ -114,27 +114,25 @@ class _Best:
 
     def is_near(self, strategy: Layout, least: float) -> bool:
         """Return whether a layout that takes at least `least` seconds is worth pricing."""
-        if self.priced < ENOUGH and least <= WORTH_COMPARING * self.step:
+        if self.priced < ALWAYS_PRICED and least <= ALWAYS_PRICED_FACTOR * self.step:
             return True
         return (
             least <= self.step
-            or with_complexity_penalty(strategy, least) <= WORTH_PRICING * self.weighed
+            or with_complexity_penalty(strategy, least) <= PRICED_FACTOR * self.weighed
         )
 
 
 def best_layout(problem: Problem) -> Estimate | None:
-    """The best feasible layout as another plan is compared with: no other one is kept. By branch
-    and bound, the least bound first, until none that is left can be better."""
+    """Return the best feasible layout, to compare another plan with; no other layout is kept.
+    Branch and bound: the least bound comes first, until none that is left can be better."""
     if problem.recipe.objective == "memory":  # the bound is one of time
         return next(iter(_search(problem).ranked), None)
     recipe, bound = problem.recipe, StepTimeBound(problem)
     # Where the smallest micro-batch has no room, none has.
-    groups = [
-        group for group in legal_layouts(problem, Rejections()) if bound.may_hold(group[0][0])
-    ]
+    groups = [group for group in legal_layouts(problem, Rejections()) if bound.may_fit(group[0][0])]
     # With no layer recomputed first, for which three layouts have one bound.
     waiting = [
-        (bound.least_kept_seconds(strategy), number, place, False)
+        (bound.least_seconds_without_recompute(strategy), number, place, False)
         for number, group in enumerate(groups)
         for place, (strategy, _) in enumerate(group)
     ]
@@ -150,9 +148,9 @@ def best_layout(problem: Problem) -> Estimate | None:
             continue
         strategy, warnings = groups[number][place]
         if not is_own:
-            stands = _stands_for_partial_checkpointing(problem, strategy)
+            stands = _covers_partial_checkpointing(problem, strategy)
             own = with_complexity_penalty(
-                strategy, bound.least_placed_seconds(strategy, allows_partial_checkpointing=stands)
+                strategy, bound.tight_least_seconds(strategy, allows_partial_checkpointing=stands)
             )
             if own > least:
                 heapq.heappush(waiting, (own, number, place, True))
@@ -167,7 +165,7 @@ def best_layout(problem: Problem) -> Estimate | None:
     return min(found, key=lambda e: rank_key(recipe, e), default=None)
 
 
-def _stands_for_partial_checkpointing(problem: Problem, strategy: Layout) -> bool:
+def _covers_partial_checkpointing(problem: Problem, strategy: Layout) -> bool:
     """Return whether the layout also stands for those that recompute fewer layers."""
     return strategy.activation_checkpointing == "full" and allows_partial_checkpointing(problem)
 
@@ -180,17 +178,19 @@ def _priced(
     warnings: tuple[Diagnostic, ...],
     best: _Best,
 ) -> list[Estimate]:
-    """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of
-    them. Each where it is worth a price."""
+    """Price a layout that fits and, beside one that recomputes all layers, the one that
+    recomputes fewer. Each is priced only where it may matter."""
     found: list[Estimate] = []
 
     def take(layout: PricedLayout, memory: Memory) -> None:
-        if bound is None or best.is_near(layout.strategy, bound.least_settled_seconds(layout)):
+        if bound is None or best.is_near(
+            layout.strategy, bound.least_interleaved_step_seconds(layout)
+        ):
             found.append(price(layout, memory, warnings))
 
     take(layout, memory)
     if bound is None or best.is_near(
-        layout.strategy, bound.least_recomputing_less(layout.strategy)
+        layout.strategy, bound.least_partial_checkpointing_seconds(layout.strategy)
     ):
         less = with_partial_checkpointing(problem, layout, memory)
         if less:
@@ -199,58 +199,61 @@ def _priced(
 
 
 def _search(problem: Problem) -> SearchResult:
-    """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for
-    `seconds`.
+    """Rank the legal layouts. Never raises for an illegal layout: that one is in `rejected`.
+    Deterministic but for `seconds`.
 
-    Exhaustive, with three bounds: a rule forbids all that it does not read about; where a
-    micro-batch does not fit no larger one does (activations and logits grow with it, nothing
-    shrinks); and of more than a FEW layouts, what certainly takes longer than the best, by a
-    twentieth with the price of its moving parts (the first ENOUGH: by a quarter without), is not
-    priced. Beside a layout that recomputes all layers stands the one that recomputes fewer of them,
-    where that is faster.
+    Exhaustive, with three shortcuts. A rule rejects all layouts that differ in keys it does not
+    read. Where a micro-batch size does not fit, no larger one does: activations and logits grow
+    with it, and nothing shrinks. Of more than PRICED_WHOLE layouts, one that certainly takes
+    longer than the best by PRICED_FACTOR, complexity penalty included, is skipped; the first
+    ALWAYS_PRICED are priced up to ALWAYS_PRICED_FACTOR. Beside a layout that recomputes all
+    layers stands the one that recomputes fewer of them, where that is faster.
     """
     recipe = problem.recipe
     started = time.perf_counter()
     feasible: list[Estimate] = []
-    slow: list[tuple[float, Layout]] = []
+    skipped: list[tuple[float, Layout]] = []
     rejections = Rejections()
     best = _Best()
     bound, groups = _groups(problem, rejections)
-    beyond = OverMemoryLayouts(problem, bound)
-    for group in _fastest_first(problem, bound, groups, best):
+    over_memory = OverMemoryLayouts(problem, bound)
+    for group in _least_first(problem, bound, groups, best):
         for place, (least, less, strategy, warnings) in enumerate(group):
             least, matters = (
                 min(least, less),
                 best.is_near(strategy, least) or best.is_near(strategy, less),
             )
             if least < math.inf and not matters:
-                slow.append((least, strategy))
+                skipped.append((least, strategy))
                 continue
             layout, memory = resolve_layout(problem, strategy) if least < math.inf else (None, None)
             if layout is None or memory is None or not memory_is_accepted(recipe, memory):
                 rejections.add(
-                    beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place
+                    over_memory.add(strategy, warnings, layout, memory),
+                    strategy,
+                    len(group) - place,
                 )
                 break
             found = _priced(problem, bound, layout, memory, warnings, best)
             if bound is not None and all(e.strategy != layout.strategy for e in found):
-                slow.append((bound.least_settled_seconds(layout), strategy))
+                skipped.append((bound.least_interleaved_step_seconds(layout), strategy))
             feasible += found
             best.take(recipe, found)
     feasible.sort(key=lambda e: rank_key(recipe, e))
-    closest = None if feasible else beyond.closest()
+    closest = None if feasible else over_memory.closest()
     return SearchResult(
         ranked=tuple(feasible),
         rejected=rejections.largest_first(),
-        slow=tuple(sorted(slow, key=lambda each: (each[0], str(each[1])))),
+        skipped=tuple(sorted(skipped, key=lambda each: (each[0], str(each[1])))),
         closest=closest,
-        beyond=beyond,
+        over_memory=over_memory,
         seconds=time.perf_counter() - started,
     )
 
 
 class _Bounded(NamedTuple):
-    """least: seconds that it takes at least. less: that those take at least for which it stands."""
+    """Bounds a layout. least: the seconds it takes at least. less: the same for the partial
+    checkpointing it covers."""
 
     least: float
     less: float
@@ -265,7 +268,7 @@ def _groups(problem: Problem, rejections: Rejections) -> tuple[StepTimeBound | N
     """Return the legal layouts by group; with many of them, also the bound and what each takes
     at least."""
     legal = list(legal_layouts(problem, rejections))
-    if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
+    if sum(map(len, legal)) <= PRICED_WHOLE or problem.recipe.objective == "memory":
         return None, [[_Bounded(0.0, math.inf, *each) for each in group] for group in legal]
     bound = StepTimeBound(problem)
     return bound, [_bounded(problem, bound, group) for group in legal]
@@ -273,23 +276,23 @@ def _groups(problem: Problem, rejections: Rejections) -> tuple[StepTimeBound | N
 
 def _bounded(problem: Problem, bound: StepTimeBound, group: tuple[Legal, ...]) -> _Group:
     """Bound each layout of a group; infinite from the first one on that certainly does not fit."""
-    stands = _stands_for_partial_checkpointing(problem, group[0][0])
-    least = bound.least_kept_seconds if stands else bound.least_seconds
-    room = len(group) if bound.may_hold(group[0][0]) else 0
+    stands = _covers_partial_checkpointing(problem, group[0][0])
+    least = bound.least_seconds_without_recompute if stands else bound.least_seconds
+    room = len(group) if bound.may_fit(group[0][0]) else 0
     found: _Group = []
     for place, (strategy, warnings) in enumerate(group):
-        room = room if place == 0 or place >= room or bound.has_room(strategy) else place
+        room = room if place == 0 or place >= room or bound.layers_may_fit(strategy) else place
         found.append(
             _Bounded(least(strategy) if place < room else math.inf, math.inf, strategy, warnings)
         )
     return found
 
 
-def _fastest_first(
+def _least_first(
     problem: Problem, bound: StepTimeBound | None, groups: list[_Group], best: _Best
 ) -> Iterator[_Group]:
-    """The group that can be fastest first. What the better bound says is asked of those alone that
-    can still matter."""
+    """Yield the group that can be fastest first. The tighter bound is computed only for groups
+    that may still matter."""
     if bound is None:
         yield from groups
         return
@@ -315,9 +318,9 @@ def _fastest_first(
 def _placed(problem: Problem, bound: StepTimeBound, each: _Bounded, best: _Best) -> _Bounded:
     if each.least == math.inf or not best.is_near(each.strategy, each.least):
         return each
-    stands = _stands_for_partial_checkpointing(problem, each.strategy)
-    less = bound.least_recomputing_less(each.strategy) if stands else math.inf
-    return each._replace(least=bound.least_placed_seconds(each.strategy), less=less)
+    stands = _covers_partial_checkpointing(problem, each.strategy)
+    less = bound.least_partial_checkpointing_seconds(each.strategy) if stands else math.inf
+    return each._replace(least=bound.tight_least_seconds(each.strategy), less=less)
 
 
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:
@@ -340,7 +343,7 @@ def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...
 
 
 def choose_layout(problem: Problem) -> Estimate:
-    """The best feasible layout. Errors: the rules that the pins break, at the pins; SW3202 where
+    """Return the best feasible layout. Raises the rules that the pins break, or SW3202 where
     nothing fits."""
     cluster = problem.cluster
     result = search(problem)
@@ -352,7 +355,7 @@ def choose_layout(problem: Problem) -> Estimate:
 
 
 def fewest_layout_errors(problem: Problem) -> tuple[Diagnostic, ...]:
-    """The errors of the layout within the pins that breaks the fewest rules."""
+    """Return the errors of the layout within the pins that breaks the fewest rules."""
     recipe, cluster = problem.recipe, problem.cluster
     found = (
         tuple(d for d in check_layout(problem, strategy) if d.severity == "error")
@@ -420,10 +423,11 @@ def estimate_pinned_layout(problem: Problem) -> Estimate:
 
 
 def baselines(problem: Problem) -> tuple[Estimate, ...]:
-    """The best pipeline 1, tensor 1 layouts with ZeRO-2 and with ZeRO-3: what one would run today.
+    """Return the best layouts with pipeline 1 and tensor 1 under ZeRO-2 and ZeRO-3, the usual
+    baselines.
 
-    Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the
-    batch does not divide.
+    Pins on the layout do not apply. Where no layout fits, the one nearest to fitting is
+    returned; none where the batch does not divide.
     """
     recipes = (zero_baseline(problem.recipe, zero_stage=zero_stage) for zero_stage in (2, 3))
     results = [search(dataclasses.replace(problem, recipe=recipe)) for recipe in recipes]
@@ -431,7 +435,7 @@ def baselines(problem: Problem) -> tuple[Estimate, ...]:
     return tuple(estimate for estimate in best if estimate is not None)
 
 
-BEYOND = (
+NO_MORE_RECOMPUTE = (
     "Every layer is recomputed already. What longer rows take elsewhere, feed-forward layers in "
     "tiles and the inputs of layers kept in host memory (arXiv 2506.13996), this version does not "
     "have."
@@ -452,7 +456,7 @@ def _nothing_fits(closest: Estimate, cluster: Cluster) -> Refusal:
         key=lambda part: part[0],
     )
     if fullest.activations_bytes > states and closest.strategy.activation_checkpointing == "full":
-        remedy = f"{remedy} would help. {BEYOND}"
+        remedy = f"{remedy} would help. {NO_MORE_RECOMPUTE}"
     else:
         remedy = f"{remedy} would help."
     return refusal(

@@ -1,6 +1,5 @@
-"""The legal layouts, generated lazily: a rule is asked as soon as the keys that it reads are
-settled, and what it forbids is counted, not enumerated.
-"""
+"""Generate the legal layouts lazily: a rule is checked as soon as the keys that it reads are
+set, and what it forbids is counted, not enumerated."""
 
 from __future__ import annotations
 
@@ -38,11 +37,11 @@ _make: Callable[..., Layout] = Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutGrid:
-    """settled: the degrees, which fill the cluster, and what has one value there. axes: the values
-    that the other keys can take, in the order in which a search settles them. The last is
-    micro_batch_size, smallest first, so that memory only grows along it."""
+    """Holds one choice of degrees. fixed: the degrees, which fill the cluster, and keys with one
+    value there. axes: the values of the other keys, in the order in which a search sets them.
+    The last is micro_batch_size, smallest first, so that memory only grows along it."""
 
-    settled: Mapping[str, Value]
+    fixed: Mapping[str, Value]
     axes: tuple[tuple[str, tuple[Value, ...]], ...]
 
 
@@ -51,7 +50,7 @@ def layout_grids(problem: Problem) -> Iterator[LayoutGrid]:
     divides the batch; nothing where the pins do not multiply out."""
     own = ENGINES[problem.recipe.target].axes
     for degrees in world_factorizations(problem):
-        settled: dict[str, Value] = {**degrees}
+        fixed: dict[str, Value] = {**degrees}
         walked: list[tuple[str, tuple[Value, ...]]] = []
         for axis in AXES:
             if axis.section and not axis.ranks:
@@ -61,33 +60,33 @@ def layout_grids(problem: Problem) -> Iterator[LayoutGrid]:
                     and axis.name not in own
                     and axis.pin(problem.recipe) is None
                 ):
-                    settled[axis.name] = axis.off_value
+                    fixed[axis.name] = axis.off_value
                 elif axis.values is not None:
                     walked.append((axis.name, values))
                 else:
-                    settled[axis.name] = values[0]
+                    fixed[axis.name] = values[0]
         if all(values for _, values in walked):
-            yield LayoutGrid(settled=settled, axes=tuple(walked))
+            yield LayoutGrid(fixed=fixed, axes=tuple(walked))
 
 
 def candidate_layouts(problem: Problem) -> Iterator[Layout]:
     """Yield every layout of every grid, legal or not."""
     recipe = problem.recipe
-    for placement in layout_grids(problem):
-        names = [name for name, _ in placement.axes]
-        for values in itertools.product(*(tried for _, tried in placement.axes)):
-            yield layout_at(recipe, placement, dict(zip(names, values, strict=True)))
+    for grid in layout_grids(problem):
+        names = [name for name, _ in grid.axes]
+        for values in itertools.product(*(tried for _, tried in grid.axes)):
+            yield layout_at(recipe, grid, dict(zip(names, values, strict=True)))
 
 
-def layout_at(recipe: Recipe, placement: LayoutGrid, settled: Mapping[str, Value]) -> Layout:
-    """Keys that are not settled yet stand at their first value."""
-    first = {name: values[0] for name, values in placement.axes}
-    return _strategy(recipe, {**placement.settled, **first, **settled})
+def layout_at(recipe: Recipe, grid: LayoutGrid, chosen: Mapping[str, Value]) -> Layout:
+    """Build a layout; keys that are not set yet take their first value."""
+    first = {name: values[0] for name, values in grid.axes}
+    return _strategy(recipe, {**grid.fixed, **first, **chosen})
 
 
 def pinned_layout(recipe: Recipe, cluster: Cluster) -> Layout:
-    """The pinned layout with plain values for the rest, whether or not it multiplies out: what the
-    rules explain."""
+    """Return the pinned layout with off values for the rest, whether or not it multiplies out;
+    the rules explain what is wrong with it."""
     pins = {axis.name: axis.pin(recipe) for axis in AXES if axis.section}
     values = {
         axis.name: axis.off_value if (pin := pins.get(axis.name)) is None else pin
@@ -117,14 +116,15 @@ def pinned_layout(recipe: Recipe, cluster: Cluster) -> Layout:
 
 
 def without_layout_pins(recipe: Recipe) -> Recipe:
-    """`offload` stays: a search that was not asked for it does not move states to the host."""
+    """Drop the recipe's pins. `offload` stays: a search that was not asked for it does not move
+    states to the host."""
     free: dict[str, Any] = {axis.name: None for axis in auto_by_default_axes()}
     pins = dataclasses.replace(recipe.parallelism, **free)
     return dataclasses.replace(recipe, parallelism=pins)
 
 
 def zero_baseline(recipe: Recipe, *, zero_stage: int) -> Recipe:
-    """The same run as people run it today: nothing beyond data parallelism and this ZeRO stage."""
+    """Return the recipe of the baseline: data parallelism with this ZeRO stage alone."""
     free = without_layout_pins(recipe)
     left = [
         axis
@@ -138,7 +138,8 @@ def zero_baseline(recipe: Recipe, *, zero_stage: int) -> Recipe:
 
 
 def _strategy(recipe: Recipe, values: Mapping[str, Value]) -> Layout:
-    """values: of all keys of the recipe. `loss: auto` is settled in search.settle."""
+    """Build a layout from the values of all keys of the recipe. `loss: auto` is resolved in
+    layout_resolution."""
     at_once = as_int(values["micro_batch_size"]) * as_int(values["data"])
     return _make(
         **values, gradient_accumulation_steps=max(1, recipe.training.global_batch_size // at_once)
@@ -147,8 +148,8 @@ def _strategy(recipe: Recipe, values: Mapping[str, Value]) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedRegion:
-    """Layouts that one rule (or the memory) forbids. reason: that rule's message for the first of
-    them."""
+    """Holds the layouts that one rule, or the memory, forbids. reason: the message for the first
+    of them."""
 
     code: str
     reason: str
@@ -175,7 +176,7 @@ class Rejections:
         return tuple(sorted(regions, key=lambda r: (-r.count, r.code)))
 
 
-STEPS = "gradient_accumulation_steps"
+ACCUMULATION_STEPS = "gradient_accumulation_steps"
 """They follow from the batch, the micro-batch and the data ranks."""
 
 Legal = tuple[Layout, tuple[Diagnostic, ...]]
@@ -183,25 +184,25 @@ Legal = tuple[Layout, tuple[Diagnostic, ...]]
 
 
 def legal_layouts(problem: Problem, rejections: Rejections) -> Iterator[tuple[Legal, ...]]:
-    """Groups that differ in the micro-batch alone, smallest first. What a rule forbids goes to
-    `rejections`."""
+    """Yield groups of layouts that differ in the micro-batch size alone, smallest first. What a
+    rule forbids is added to `rejections`."""
     known: dict[tuple[str, ...], tuple[_Level, ...]] = {}
-    for placement in layout_grids(problem):
-        names = tuple(name for name, _ in placement.axes)
+    for grid in layout_grids(problem):
+        names = tuple(name for name, _ in grid.axes)
         if names not in known:
             known[names] = _levels(problem.recipe.target, names)
-        yield from _Walk(problem, placement, rejections, known[names]).groups()
+        yield from _Walk(problem, grid, rejections, known[names]).groups()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Level:
-    """Rules that can be asked once an axis is settled, and not before. reads: the keys that decide
-    whether one of them is broken. told: by the values of these, the rule that is broken, or None
-    where nothing is to be said."""
+    """Holds rules that can be checked once an axis is set, and not before. reads: the keys that
+    decide them. results: by the values of those, the broken rule, or None where all pass without
+    a warning."""
 
     rules: tuple[Rule, ...]
     reads: tuple[str, ...]
-    told: dict[tuple[Value, ...], Diagnostic | None] = field(default_factory=dict)
+    results: dict[tuple[Value, ...], Diagnostic | None] = field(default_factory=dict)
 
 
 class _Walk:
@@ -210,13 +211,13 @@ class _Walk:
     def __init__(
         self,
         problem: Problem,
-        placement: LayoutGrid,
+        grid: LayoutGrid,
         rejections: Rejections,
         levels: tuple[_Level, ...],
     ) -> None:
-        self.problem, self.placement, self.rejections, self.levels = (
+        self.problem, self.grid, self.rejections, self.levels = (
             problem,
-            placement,
+            grid,
             rejections,
             levels,
         )
@@ -227,20 +228,20 @@ class _Walk:
             yield from self._descend(1, {}, warnings)
 
     def _descend(
-        self, level: int, settled: dict[str, Value], warnings: tuple[Diagnostic, ...]
+        self, level: int, chosen: dict[str, Value], warnings: tuple[Diagnostic, ...]
     ) -> Iterator[tuple[Legal, ...]]:
-        name, choices = self.placement.axes[level - 1]
-        last = level == len(self.placement.axes)
+        name, choices = self.grid.axes[level - 1]
+        last = level == len(self.grid.axes)
         group: list[Legal] = []
         for value in choices:
-            below = {**settled, name: value}
+            below = {**chosen, name: value}
             found = self._check(level, below)
             if found is None:
                 continue
             if last:
                 group.append(
                     (
-                        layout_at(self.problem.recipe, self.placement, below),
+                        layout_at(self.problem.recipe, self.grid, below),
                         sort_diagnostics((*warnings, *found)),
                     )
                 )
@@ -249,25 +250,25 @@ class _Walk:
         if group:
             yield tuple(group)
 
-    def _check(self, level: int, settled: dict[str, Value]) -> tuple[Diagnostic, ...] | None:
-        """The warnings of this level's rules; None where one is broken, which rules out all
+    def _check(self, level: int, chosen: dict[str, Value]) -> tuple[Diagnostic, ...] | None:
+        """Return the warnings of this level's rules; None where one is broken, which rejects all
         below."""
-        asked = self.levels[level]
-        fixed = self.placement.settled
-        values = tuple([settled[name] if name in settled else fixed[name] for name in asked.reads])
-        below = math.prod(len(c) for _, c in self.placement.axes[level:])
-        if values in asked.told:
-            broken = asked.told[values]
+        here = self.levels[level]
+        fixed = self.grid.fixed
+        values = tuple([chosen[name] if name in chosen else fixed[name] for name in here.reads])
+        below = math.prod(len(c) for _, c in self.grid.axes[level:])
+        if values in here.results:
+            broken = here.results[values]
             if broken is not None:
                 self.rejections.counts[broken.code] += below
             return () if broken is None else None
-        strategy = layout_at(self.problem.recipe, self.placement, settled)
+        strategy = layout_at(self.problem.recipe, self.grid, chosen)
         p = self.problem
         candidate = Candidate(recipe=p.recipe, graph=p.graph, cluster=p.cluster, strategy=strategy)
-        found = sort_diagnostics(rule.check(candidate) for rule in asked.rules)
+        found = sort_diagnostics(rule.check(candidate) for rule in here.rules)
         is_broken = bool(found) and found[0].severity == "error"
         if is_broken or not found:  # warnings are in the words of each layout
-            asked.told[values] = found[0] if found else None
+            here.results[values] = found[0] if found else None
         if is_broken:
             self.rejections.add(found[0], strategy, below)
             return None
@@ -276,16 +277,16 @@ class _Walk:
 
 def _levels(target: str, names: tuple[str, ...]) -> tuple[_Level, ...]:
     """Build the levels: the degrees', then each axis's."""
-    settled = {axis.name for axis in AXES if axis.section} - set(names)
+    chosen = {axis.name for axis in AXES if axis.section} - set(names)
     waiting = list(rules_for(target).values())
     levels: list[_Level] = []
     for name in (None, *names):
         if name is not None:
-            settled |= {name, STEPS} if name == "micro_batch_size" else {name}
-        rules = tuple(rule for rule in waiting if rule.reads <= settled)
+            chosen |= {name, ACCUMULATION_STEPS} if name == "micro_batch_size" else {name}
+        rules = tuple(rule for rule in waiting if rule.reads <= chosen)
         reads = set().union(*(rule.reads for rule in rules))
-        reads |= {"micro_batch_size", "data"} if STEPS in reads else set()
-        levels.append(_Level(rules=rules, reads=tuple(sorted(reads - {STEPS}))))
-        waiting = [rule for rule in waiting if not rule.reads <= settled]
+        reads |= {"micro_batch_size", "data"} if ACCUMULATION_STEPS in reads else set()
+        levels.append(_Level(rules=rules, reads=tuple(sorted(reads - {ACCUMULATION_STEPS}))))
+        waiting = [rule for rule in waiting if not rule.reads <= chosen]
     assert not waiting, "a rule reads a key that no axis settles"
     return tuple(levels)

@@ -1,5 +1,5 @@
-"""Legal layouts that have no room: the one that misses by least, and the fastest that more memory
-would hold."""
+"""Keep legal layouts that do not fit: the one that misses by least, and the fastest that more
+memory would hold."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _NoRoom:
-    """layout, memory: None until it is settled."""
+class _OverMemoryLayout:
+    """Holds a layout that does not fit. layout, memory: None until resolved."""
 
     strategy: Layout
     warnings: tuple[Diagnostic, ...]
     layout: PricedLayout | None
     memory: Memory | None
 
-    def settled(self, problem: Problem) -> tuple[PricedLayout, Memory]:
+    def resolved(self, problem: Problem) -> tuple[PricedLayout, Memory]:
         if self.layout is None or self.memory is None:
             self.layout, self.memory = resolve_layout(problem, self.strategy)
         return self.layout, self.memory
 
 
 class OverMemoryLayouts:
-    """Per group that differs in the micro-batch, the smallest that does not fit."""
+    """Collects, of each group that differs in the micro-batch size alone, the smallest that does
+    not fit."""
 
     def __init__(self, problem: Problem, bound: StepTimeBound | None) -> None:
         self._problem, self._bound = problem, bound
-        self._found: list[_NoRoom] = []
+        self._found: list[_OverMemoryLayout] = []
         self._reason: Diagnostic | None = None
         self._fastest: dict[tuple[float, float], Estimate | None] = {}
 
@@ -56,15 +57,17 @@ class OverMemoryLayouts:
     ) -> Diagnostic:
         """Add a layout and return SW3201 with the figures of the first one added. layout,
         memory: None where it is not resolved yet."""
-        added = _NoRoom(strategy=strategy, warnings=warnings, layout=layout, memory=memory)
+        added = _OverMemoryLayout(
+            strategy=strategy, warnings=warnings, layout=layout, memory=memory
+        )
         self._found.append(added)
         if self._reason is None:
-            self._reason = over_memory_error(added.settled(self._problem)[1], strategy)
+            self._reason = over_memory_error(added.resolved(self._problem)[1], strategy)
         return self._reason
 
     def closest(self) -> Estimate | None:
-        settled = [(*each.settled(self._problem), each.warnings) for each in self._found]
-        return price(*min(settled, key=lambda each: each[1].peak_bytes)) if settled else None
+        resolved = [(*each.resolved(self._problem), each.warnings) for each in self._found]
+        return price(*min(resolved, key=lambda each: each[1].peak_bytes)) if resolved else None
 
     def fastest(self, times: float, below: float) -> Estimate | None:
         """Return the best layout, complexity penalties included, that fits in `times` the memory
@@ -82,10 +85,10 @@ class OverMemoryLayouts:
             if least >= best[0]:
                 break
             if self._bound is not None:
-                least = self._bound.least_with_room(found.strategy, room)
+                least = self._bound.least_seconds_in(found.strategy, room)
                 if least >= below or with_complexity_penalty(found.strategy, least) >= best[0]:
                     continue
-            layout, memory = found.settled(self._problem)
+            layout, memory = found.resolved(self._problem)
             if memory.peak_bytes > room:
                 continue
             priced = price(layout, memory, found.warnings)

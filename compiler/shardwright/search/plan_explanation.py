@@ -38,8 +38,8 @@ MORE_FACTOR = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """same: the chosen layout on the better cluster; best: the layout that a search finds there
-    (the same strategy where nothing better comes up), None where none fits."""
+    """Says what a better cluster brings. same: the chosen layout there; best: the layout that a
+    search finds there, None where none fits."""
 
     resource: str
     same: Estimate
@@ -47,7 +47,8 @@ class Sensitivity:
 
 
 def sensitivities(problem: Problem, chosen: Estimate) -> tuple[Sensitivity, ...]:
-    """Resources that the cluster has no use for (links between nodes, on one node) are left out."""
+    """Price the plan on clusters with more of one resource each. Resources without a use are
+    left out (links between nodes, on one node)."""
     cluster = problem.cluster
     found: list[Sensitivity] = []
     for resource, (matters, better) in RESOURCES.items():
@@ -104,9 +105,9 @@ NEXT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlternativeLayout:
-    """Another layout that runs. slower: its step over the chosen one's, less 1. because: what it
-    loses by; where it is the better one (only pins can bring that about, and wins says so), what
-    the chosen one does."""
+    """Compares another layout that runs. slower: its step over the chosen one's, less 1.
+    because: the part of the step by which it is worse. wins: it is the better one, which only
+    pins can bring about; then because is about the chosen one."""
 
     strategy: Layout
     step_seconds: float
@@ -120,7 +121,7 @@ class AlternativeLayout:
 class KeyExplanation:
     """Compares one key of the layout. other: the best layout with another value of the key.
 
-    Where no such layout runs or is worth pricing it is None; then slow_seconds is the least that
+    Where no such layout runs or is worth pricing it is None; then least_seconds is the least that
     the fastest of those takes, or refused is a region that says why. Neither is set where the
     key has no other value.
     """
@@ -129,29 +130,33 @@ class KeyExplanation:
     value: int | str
     pinned: bool
     other: AlternativeLayout | None
-    slow_seconds: float | None
+    least_seconds: float | None
     refused: RejectedRegion | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HpzAlternative:
-    """hpZ's copy of the weights inside each node. taken: the chosen layout has one; other_*: of the
-    same layout the other way. has_room: beside it what predictions fall short by stays free."""
+    """Compares hpZ's copy of the weights inside each node with going without. taken: the chosen
+    layout has the copy; other_*: the same layout the other way. has_headroom: the prediction's
+    error stays free beside it."""
 
     ranks: int
     taken: bool
-    has_room: bool
+    has_headroom: bool
     other_step_seconds: float
     other_peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanExplanation:
-    """place: of the chosen layout among all that run, counted from 1, without the recipe's pins;
-    None where it does not run. next_best: those that follow the chosen one within the pins, or,
-    where the pins leave it alone, the best of the others without them. rejected: without the pins,
-    a region a code. hpz_alternative: None where there can be none. rejected_faster_layouts: for the
-    chosen layout, where that is the best within the pins. other_engine: for one that runs."""
+    """Explains a plan.
+
+    place: of the chosen layout among all that run without the recipe's pins, from 1; None where
+    it does not run. next_best: the layouts after the chosen one within the pins or, where the
+    pins leave no other, the best ones without them. rejected: one region for each code, without
+    the pins. hpz_alternative: None where hpZ cannot run. rejected_faster_layouts: where the
+    chosen layout is the best within the pins. other_engine: where a layout runs under it.
+    """
 
     chosen: Estimate
     breakdown: Breakdown
@@ -169,7 +174,8 @@ class PlanExplanation:
 
 
 def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
-    """chosen: of a layout whose world and batch work out. Runs the search about seven times."""
+    """Explain the chosen layout, whose degrees multiply to the world size and the batch. Runs
+    about seven searches."""
     recipe = problem.recipe
     layout, _ = price_planned_layout(problem, chosen.strategy, chosen.boundaries)
     within = search(problem)
@@ -231,7 +237,7 @@ def _second_copy(layout: PricedLayout, chosen: Estimate) -> HpzAlternative | Non
     return HpzAlternative(
         ranks=copied.strategy.hpz_partition_size,
         taken=taken,
-        has_room=memory_is_accepted(layout.recipe, beside.memory)
+        has_headroom=memory_is_accepted(layout.recipe, beside.memory)
         and keeps_headroom(layout.recipe, beside.memory),
         other_step_seconds=estimate.time.step_seconds,
         other_peak_bytes=estimate.memory.peak_bytes,
@@ -239,8 +245,7 @@ def _second_copy(layout: PricedLayout, chosen: Estimate) -> HpzAlternative | Non
 
 
 def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
-    """Layout keys that the recipe gives; a default (`offload: none`) is what one says that does not
-    speak of it."""
+    """Return the layout keys that the recipe gives; defaults (`offload: none`) do not count."""
     keys = (
         axis
         for axis in axes_in_print_order()
@@ -267,15 +272,17 @@ def _reason(
 ) -> KeyExplanation:
     value = getattr(chosen.strategy, key)
     other = next((e for e in everywhere.ranked if getattr(e.strategy, key) != value), None)
-    slow = next((least for least, s in everywhere.slow if getattr(s, key) != value), None)
+    least_seconds = next(
+        (least for least, s in everywhere.skipped if getattr(s, key) != value), None
+    )
     refused = next((r for r in everywhere.rejected if getattr(r.example, key) != value), None)
     return KeyExplanation(
         key=key,
         value=value,
         pinned=pinned,
         other=None if other is None else alternative(recipe, other, chosen),
-        slow_seconds=slow if other is None else None,
-        refused=refused if other is None and slow is None else None,
+        least_seconds=least_seconds if other is None else None,
+        refused=refused if other is None and least_seconds is None else None,
     )
 
 
@@ -289,11 +296,12 @@ MEMORY_CODE = "SW3201"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNotResult:
-    """verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks
-    before the plan, which other pins hold), forbidden (a rule), does not fit (memory).
+    """Answers `--why-not`.
 
-    estimate: of the best completion, as `estimate` prints it; None where there is nothing to count.
-    diagnostics: the rules that it breaks, or what is said of it. because: the part of the step, or
+    verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks
+    before the plan, which other pins hold), forbidden (a rule), does not fit (memory). estimate:
+    of the best completion, as `estimate` prints it; None where nothing can be counted.
+    diagnostics: the rules it breaks, or the warnings about it. because: the part of the step, or
     the memory, that decides.
     """
 
@@ -304,7 +312,8 @@ class WhyNotResult:
 
 
 def why_not(problem: Problem, chosen: Estimate) -> WhyNotResult:
-    """problem: its recipe pins the region that is asked about, and nothing else of the layout."""
+    """Answer why a region is not the plan. problem: its recipe pins the keys that are asked
+    about, and nothing else of the layout."""
     asked = problem.recipe
     try:
         best = estimate_pinned_layout(problem)

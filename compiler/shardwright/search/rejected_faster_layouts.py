@@ -15,8 +15,8 @@ from shardwright.search.ranking_penalties import (
     risk_adjusted_seconds,
 )
 
-FOR_SCRIPTS = "accelerate/ (its settings for the Hugging Face Trainer and Accelerate)"
-WORTH_A_LINE = 5e-4
+ACCELERATE_FILES = "accelerate/ (its settings for the Hugging Face Trainer and Accelerate)"
+MIN_GAIN_SHOWN = 5e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def rejected_faster_layouts(
     if not ranked or recipe.objective == "memory":
         return ()
     best = ranked[0]
-    mine, most = complexity_features(best.strategy), best.time.step_seconds * (1 - WORTH_A_LINE)
+    mine, most = complexity_features(best.strategy), best.time.step_seconds * (1 - MIN_GAIN_SHOWN)
     fastest: dict[bool, RejectedFasterLayout] = {}
     behind = [(e, place) for place, e in enumerate(ranked, start=1) if e.time.step_seconds < most]
     for e, place in sorted(behind, key=lambda each: each[0].time.step_seconds):
@@ -57,7 +57,7 @@ def rejected_faster_layouts(
             capacity_bytes=e.memory.capacity_bytes,
             needs=() if may_not_fit else tuple(sorted(complexity_features(e.strategy) - mine)),
             # Both need each rank to have the whole model.
-            unavailable_features=(FOR_SCRIPTS, "LoRA")
+            unavailable_features=(ACCELERATE_FILES, "LoRA")
             if best.strategy.has_full_model_per_rank and not e.strategy.has_full_model_per_rank
             else (),
         )

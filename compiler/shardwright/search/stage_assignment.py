@@ -1,9 +1,8 @@
-"""Layers -> pipeline stages. The one place that decides it, for the search, the estimate and the
-compile.
+"""Assign layers to pipeline stages, for the search, the estimate and the compiled folder.
 
-The fastest placing by the simulated schedule, of those whose every rank keeps free what predictions
-may fall short by; else of those that fit. Where nothing fits, the one whose slowest rank does the
-least work.
+Takes the assignment with the shortest simulated step of those whose every rank keeps the
+prediction's error free; else of those that fit. Where nothing fits, takes the one whose slowest
+rank does the least work.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ MIN_GAIN = 3e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineBlocks:
-    """Blocks in order, and the schedule that runs them. Seconds are of one micro-batch.
+    """Holds blocks in order, and the schedule that runs them. Seconds are of one micro-batch.
 
-    forward_seconds, backward_seconds: prefix sums over the blocks (length blocks + 1);
-    per_stage_seconds: what a stage takes beyond its blocks, forward and backward; send_seconds: one
-    message. once_per_step_seconds: prefix sums too, of what a rank does once, when all
-    micro-batches are through; the ranks do it at the same time. balanced_start: a cut whose slowest
-    rank takes as little as it can, the first start of the descent.
+    forward_seconds, backward_seconds: prefix sums over the blocks (length blocks + 1).
+    per_stage_seconds: a stage's forward and backward seconds beyond its blocks. send_seconds:
+    one message. once_per_step_seconds: prefix sums of what a rank does once, after all
+    micro-batches; all ranks do it at the same time. balanced_start: a cut whose slowest rank
+    does the least work, the descent's first start.
     """
 
     schedule: Schedule
@@ -111,8 +110,8 @@ def fastest_boundaries_where(
     is_allowed: Callable[[tuple[int, ...]], bool],
     start: tuple[int, ...] | None = None,
 ) -> tuple[int, ...] | None:
-    """The fastest of the cuts that `allows` (memory, say). start: one of them, where one is known.
-    None: none found."""
+    """Return the fastest allowed cut; None where none is found. start: an allowed cut, where one
+    is known."""
     best = _Descent(pipeline_blocks, is_allowed, 0)
     if math.comb(pipeline_blocks.blocks - 1, pipeline_blocks.stages - 1) <= MAX_EXHAUSTIVE:
         best.improve(_all_cuts(pipeline_blocks.blocks, pipeline_blocks.stages), math.inf)
@@ -146,7 +145,7 @@ def _effort(pipeline_blocks: PipelineBlocks) -> tuple[int, int]:
 
 
 class _Descent:
-    """The best cut so far, and how many more arrays may be simulated."""
+    """Holds the best cut so far, and how many more batches of cuts may be simulated."""
 
     def __init__(
         self,
@@ -199,7 +198,7 @@ class _Descent:
 
 
 def step_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floats:
-    """Simulated, one a cut."""
+    """Return the simulated step seconds of each cut."""
     forward, backward = _stage_seconds(pipeline_blocks, cuts)
     schedule = step_seconds_of_partitions(
         pipeline_blocks.schedule,
@@ -223,8 +222,9 @@ def _after_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floa
 
 
 def _starts(pipeline_blocks: PipelineBlocks) -> list[tuple[int, ...]]:
-    """The least slowest, DeepSpeed's `uniform`, and cuts that are even in one respect, with more or
-    less more in front: each boundary where the running sum comes nearest to its share."""
+    """Return starts of the descent: the balanced one, DeepSpeed's `uniform`, and cuts that are
+    even in one measure, tilted to the front by TILTS. Each boundary is where the running sum
+    comes nearest to its share."""
     seconds = np.add(pipeline_blocks.forward_seconds, pipeline_blocks.backward_seconds)
     stages = np.arange(1, pipeline_blocks.stages)
     share = stages / pipeline_blocks.stages
@@ -345,10 +345,10 @@ class StageCosts(Protocol):
         """Return bytes that no assignment's peak-memory rank is below."""
 
     def held(self, start: int, stop: int) -> tuple[float, float]:
-        """Measures that a rank's peak grows with: parameters, and kept bytes."""
+        """Return measures that a rank's peak grows with: parameters, and saved activation bytes."""
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
-        """bounds: start and stop of each of the pipeline rank's stages."""
+        """Return a pipeline rank's peak. bounds: start and stop of each of its stages."""
 
 
 def assign_stages(
@@ -399,8 +399,8 @@ def _equal_decoder_layers(graph: ModelGraph, parts: int) -> tuple[int, ...]:
 
 
 def _equal_matmul_flops(graph: ModelGraph, stages: int) -> tuple[int, ...]:
-    """A stage ends with the layer whose products reach its share of the model's, the head's among
-    them (nanotron's build_model). The last stages hold at least one layer each."""
+    """Cut where the layers' matrix products, the head's included, reach each stage's share
+    (nanotron's build_model). The last stages hold at least one layer each."""
     products = list(itertools.accumulate(layer.matmul_flops_per_token for layer in graph.layers))
     bounds = [0]
     for stage in range(1, stages):
@@ -477,8 +477,8 @@ class _MemoryLimit:
         return True
 
     def any_boundaries_fit(self, balanced: tuple[int, ...], limit_bytes: int) -> bool:
-        """False where no cut has room; for DualPipeV, whose ranks hold two stages, that is not
-        known beforehand."""
+        """Return False where no cut fits; True for DualPipeV, whose ranks hold two stages, so
+        that it is not known."""
         return (
             self.has_two_stages_per_rank
             or self.fits(balanced, limit_bytes)
@@ -515,7 +515,7 @@ class _MemoryLimit:
         return tuple(cut) if cut[-1] == len(self._layers) - 1 else None
 
     def _peak_bytes(self, rank: int, *bounds: int) -> int:
-        """bounds: first and last + 1 block of each of the rank's stages."""
+        """Return a rank's peak. bounds: first and last + 1 block of each of its stages."""
         key = (rank, *bounds)
         peak = self._peaks.get(key)
         if peak is None:
@@ -543,5 +543,6 @@ def _pipeline_blocks(
 
 
 def _with_empty_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """More stages than layers is forbidden, but numbers are still given: some stages are empty."""
+    """Leave some stages empty: more stages than layers is forbidden, but figures are still
+    given."""
     return (*(min(s, layers) for s in range(stages)), layers)

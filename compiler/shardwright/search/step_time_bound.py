@@ -38,40 +38,40 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.layout.stage_balancing import max_decoder_layers_per_stage
 from shardwright.search.layers_that_fit import (
     Ints,
+    LayerSeconds,
     LayersThatFit,
     LayersThatFitCache,
-    RowSeconds,
     commonest_layers,
     fewest_by_place,
+    has_consecutive_layers,
     head_rank,
-    in_a_row,
+    seconds_by_layer_count,
     slowest_rank,
-    work_of,
 )
 from shardwright.search.layout_resolution import with_hpz
 from shardwright.search.stage_assignment import assign_interleaved_stages
 
-WORTH_PRICING = 1.05
+PRICED_FACTOR = 1.05
 """Times the best layout's weighed time; what takes longer for certain is counted, not priced."""
-ENOUGH, WORTH_COMPARING = 40, 1.25
+ALWAYS_PRICED, ALWAYS_PRICED_FACTOR = 40, 1.25
 """The first so many layouts are priced to so many times the best one's step: what others lose by is
 worth knowing."""
 ROUNDING = 1e-9
 """Allows for another order of summation, where all of a step is known."""
-FEW = 250
+PRICED_WHOLE = 250
 """Layouts, so many of which are priced in about half a second: all of them, for what a complete
 list is worth."""
 
-_WORK: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
-_WORK += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
-_work_key = operator.attrgetter(*_WORK)
-_holding = operator.attrgetter(
+_WORK_AXES: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
+_WORK_AXES += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
+_work_key = operator.attrgetter(*_WORK_AXES)
+_state_key = operator.attrgetter(
     *(axis.name for axis in AXES if axis.affects_rank_state), "hpz_partition_size"
 )
-_but_checkpointing = operator.attrgetter(
+_key_without_checkpointing = operator.attrgetter(
     *(f.name for f in fields(Layout) if f.name != "activation_checkpointing")
 )
-_placing = operator.attrgetter(*_WORK, "schedule", "virtual_stages", "pipeline", "data")
+_overhead_key = operator.attrgetter(*_WORK_AXES, "schedule", "virtual_stages", "pipeline", "data")
 
 
 def _work(found: PassTimes) -> list[float]:
@@ -87,12 +87,12 @@ class StepTimeBound:
         self._problem = problem
         self._constants = calibrated_constants(problem.recipe)
         self._work: dict[tuple[Value, ...], list[float]] = {}
-        self._beyond: dict[tuple[Value, ...], tuple[float, float]] = {}
+        self._overheads: dict[tuple[Value, ...], tuple[float, float]] = {}
         self._once: dict[tuple[Value, ...], float] = {}
-        self._kept: dict[tuple[Value, ...], float] = {}
-        self._rows: dict[tuple[Value, ...], RowSeconds] = {}
+        self._without_recompute: dict[tuple[Value, ...], float] = {}
+        self._layer_seconds: dict[tuple[Value, ...], LayerSeconds] = {}
         self._counted = commonest_layers(problem.graph)
-        self._rooms = LayersThatFitCache(self._counted)
+        self._layers_that_fit = LayersThatFitCache(self._counted)
         recipe, graph = problem.recipe, problem.graph
         is_trained = (
             recipe.lora is None and not recipe.model.freeze and not graph.task_traits.has_images
@@ -110,39 +110,42 @@ class StepTimeBound:
         tensor."""
         return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.zero_world_size > 1
 
-    def _laid_out(self, s: Layout) -> PricedLayout:
+    def _priced_without_stages(self, s: Layout) -> PricedLayout:
         """Return the layout without boundaries; the last one asked for is cached."""
         if self._last is None or self._last.strategy is not s:
             self._last = build_priced_layout(self._problem, s, self._constants)
         return self._last
 
     def least_bytes(self, s: Layout) -> float:
-        """The states alone: no placing's fullest rank holds less."""
-        key = _holding(s)
+        """Return the bytes of the model states, spread evenly: no assignment's peak-memory rank
+        holds less."""
+        key = _state_key(s)
         if key not in self._least_bytes:
-            self._least_bytes[key] = StageCosts(self._laid_out(s)).least_bytes
+            self._least_bytes[key] = StageCosts(self._priced_without_stages(s)).least_bytes
         return self._least_bytes[key]
 
-    def may_hold(self, s: Layout) -> bool:
+    def may_fit(self, s: Layout) -> bool:
         return (
             self._problem.recipe.assume.ignore_memory or self.least_bytes(s) <= self._usable_bytes
         )
 
-    def has_room(self, s: Layout) -> bool:
-        """False where the layers certainly have none."""
-        if not self._knows_room(s):
+    def layers_may_fit(self, s: Layout) -> bool:
+        """Return False where the layers certainly do not fit."""
+        if not self._knows_layers_that_fit(s):
             return True
-        return self._rooms.of(self._laid_out(s)).suffices
+        return self._layers_that_fit.of(self._priced_without_stages(s)).suffices
 
-    def least_with_room(self, s: Layout, room_bytes: float) -> float:
-        """Bound as least_placed_seconds does, on devices with room_bytes."""
+    def least_seconds_in(self, s: Layout, room_bytes: float) -> float:
+        """Bound as tight_least_seconds does, on devices with room_bytes."""
         least = self.least_seconds(s)
         if s.is_interleaved or not self._knows_bytes:
             return least if self.least_bytes(s) <= room_bytes else math.inf
-        room = self._rooms.of(self._laid_out(s)).with_more(room_bytes - self._usable_bytes)
+        fit = self._layers_that_fit.of(self._priced_without_stages(s)).with_more_bytes(
+            room_bytes - self._usable_bytes
+        )
         if s.pipeline == 1:
-            return least if room.suffices else math.inf
-        return max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
+            return least if fit.suffices else math.inf
+        return max(least, self._of_slowest(s, self._layer_seconds_of(s), fit.most_layers()))
 
     def least_seconds(self, s: Layout) -> float:
         """Bound a step: all micro-batches, over ranks that share the layers in the best of all
@@ -152,35 +155,37 @@ class StepTimeBound:
         key = self._work_of(s)
         work = self._work.get(key)
         if work is None:
-            work = self._work[key] = _work(pass_times(self._laid_out(s)))
-        each, message = self._beyond_layers(s)
+            work = self._work[key] = _work(pass_times(self._priced_without_stages(s)))
+        each, message = self._overhead_and_message_seconds(s)
         if p == 1:
-            least = m * (work[-1] + each) + (self._of_one_stage(s) if s.offload == "none" else 0.0)
+            least = m * (work[-1] + each) + (
+                self._once_a_step_without_pipeline(s) if s.offload == "none" else 0.0
+            )
         elif s.is_interleaved:
             least = self._interleaved(s, work, 2 * message + each / s.virtual_stages)
         else:
             least = _pipelined(s, work[-1] + p * each, 2 * message)
         if p > 1:
-            least += self._once_a_step(s)
+            least += self._least_once_a_step(s)
         return (
             least
             * (1 - ROUNDING)
             * measured_over_predicted(self._problem.recipe, self._problem.graph, s)
         )
 
-    def least_kept_seconds(self, s: Layout) -> float:
-        """The same with no layer recomputed."""
-        key = _but_checkpointing(s)
-        if key not in self._kept:
+    def least_seconds_without_recompute(self, s: Layout) -> float:
+        """Bound the same layout with no layer recomputed."""
+        key = _key_without_checkpointing(s)
+        if key not in self._without_recompute:
             kept = (
                 s
                 if s.activation_checkpointing == "none"
                 else replace(s, activation_checkpointing="none")
             )
-            self._kept[key] = self.least_seconds(kept)
-        return self._kept[key]
+            self._without_recompute[key] = self.least_seconds(kept)
+        return self._without_recompute[key]
 
-    def least_placed_seconds(
+    def tight_least_seconds(
         self, s: Layout, *, allows_partial_checkpointing: bool = False
     ) -> float:
         """Bound a step more tightly, several times as slowly: no pipeline rank has more layers than
@@ -190,70 +195,78 @@ class StepTimeBound:
         all layers, stands for those that recompute fewer.
         """
         least = self.least_seconds(s)
-        if self._knows_room(s):
-            room = self._rooms.of(self._laid_out(s))
-            least = max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
+        if self._knows_layers_that_fit(s):
+            fit = self._layers_that_fit.of(self._priced_without_stages(s))
+            least = max(least, self._of_slowest(s, self._layer_seconds_of(s), fit.most_layers()))
         if allows_partial_checkpointing:
-            least = min(least, self.least_recomputing_less(s))
+            least = min(least, self.least_partial_checkpointing_seconds(s))
         return least
 
-    def least_recomputing_less(self, s: Layout) -> float:
+    def least_partial_checkpointing_seconds(self, s: Layout) -> float:
         """Bound the layouts that recompute some layers of each stage, where s recomputes all."""
-        kept = self.least_kept_seconds(s)
-        if not self._knows_room(s):
+        kept = self.least_seconds_without_recompute(s)
+        if not self._knows_layers_that_fit(s):
             return kept
         whole = replace(s, activation_checkpointing="none")
-        room = self._rooms.of(*map(self._laid_out, (s, whole)))
-        return max(kept, self._partly(s, whole, room))
+        fit = self._layers_that_fit.of(*map(self._priced_without_stages, (s, whole)))
+        return max(kept, self._partial_checkpointing_seconds(s, whole, fit))
 
-    def least_settled_seconds(self, layout: PricedLayout) -> float:
+    def least_interleaved_step_seconds(self, layout: PricedLayout) -> float:
         """Bound a layout whose layers are assigned and whose price takes long; 0 for the others."""
         if not (layout.strategy.is_interleaved and is_simulated(layout.strategy)):
             return 0.0
         factor = measured_over_predicted(layout.recipe, layout.graph, layout.strategy)
         return least_interleaved_seconds(layout) * (1 - ROUNDING) * factor
 
-    def _partly(self, s: Layout, whole: Layout, room: LayersThatFit) -> float:
-        """The best of all numbers of recomputed layers a stage, one at least. More of them make
-        room for layers, and take longer."""
-        graph, again = self._problem.graph, self._again(s, whole)
+    def _partial_checkpointing_seconds(self, s: Layout, whole: Layout, fit: LayersThatFit) -> float:
+        """Return the least bound over all numbers of recomputed layers of a stage, from one on.
+        More of them make room for layers, and take longer."""
+        graph, recompute = self._problem.graph, self._recompute_seconds(s, whole)
         stages, most = s.stages // s.pipeline, max_decoder_layers_per_stage(self._problem.graph, s)
         best = math.inf
-        for layers in range(max(1, room.fewest_recomputed(most, stages)), most + 1):
-            work = replace(self._rows_of(whole), repeated=layers * stages, again=again)
+        for layers in range(max(1, fit.fewest_recomputed(most, stages)), most + 1):
+            work = replace(
+                self._layer_seconds_of(whole),
+                recomputed_layers=layers * stages,
+                recompute_seconds=recompute,
+            )
             if self._of_slowest(whole, work, np.full(s.pipeline, graph.decoder_layers)) >= best:
                 break
-            best = min(best, self._of_slowest(whole, work, room.most_layers(layers * stages)))
+            best = min(best, self._of_slowest(whole, work, fit.most_layers(layers * stages)))
         return best
 
-    def _knows_room(self, s: Layout) -> bool:
+    def _knows_layers_that_fit(self, s: Layout) -> bool:
         """Return whether memory decides where layers are assigned, and their bytes are known."""
         return s.pipeline > 1 and not s.is_interleaved and self._knows_bytes
 
-    def _again(self, s: Layout, whole: Layout) -> float:
-        """Seconds of a micro-batch that recomputing one layer adds at least."""
-        return max(0.0, float((self._rows_of(s).each - self._rows_of(whole).each).min()))
+    def _recompute_seconds(self, s: Layout, whole: Layout) -> float:
+        """Return the least seconds that recomputing one layer adds to a micro-batch."""
+        return max(
+            0.0, float((self._layer_seconds_of(s).each - self._layer_seconds_of(whole).each).min())
+        )
 
-    def _rows_of(self, s: Layout) -> RowSeconds:
-        key = (*self._work_of(s), in_a_row(s))
-        work = self._rows.get(key)
+    def _layer_seconds_of(self, s: Layout) -> LayerSeconds:
+        key = (*self._work_of(s), has_consecutive_layers(s))
+        work = self._layer_seconds.get(key)
         if work is None:
-            work = self._rows[key] = work_of(
-                pass_times(self._laid_out(s)), self._counted, in_a_row=in_a_row(s)
+            work = self._layer_seconds[key] = seconds_by_layer_count(
+                pass_times(self._priced_without_stages(s)),
+                self._counted,
+                has_consecutive_layers=has_consecutive_layers(s),
             )
         return work
 
-    def _of_slowest(self, s: Layout, work: RowSeconds, most: Ints) -> float:
-        """most: layers that each rank has room for."""
+    def _of_slowest(self, s: Layout, work: LayerSeconds, most: Ints) -> float:
+        """Bound a step by its slowest rank. most: layers that each rank has memory for."""
         slowest = slowest_rank(work, most, head_rank(s))
         if slowest is None:
             return math.inf
-        beyond = self._beyond_layers(s)
-        seconds = _of_slowest(s, work, *slowest, *beyond) + self._once_a_step(s)
+        beyond = self._overhead_and_message_seconds(s)
+        seconds = _of_slowest(s, work, *slowest, *beyond) + self._least_once_a_step(s)
         if is_simulated(s):
             seconds = max(
                 seconds,
-                _of_ranks(s, work, most, *beyond, functools.partial(self._once_a_step, s)),
+                _of_ranks(s, work, most, *beyond, functools.partial(self._least_once_a_step, s)),
             )
         return (
             seconds
@@ -261,21 +274,24 @@ class StepTimeBound:
             * measured_over_predicted(self._problem.recipe, self._problem.graph, s)
         )
 
-    def _of_one_stage(self, s: Layout) -> float:
-        """Once a step, without a pipeline: all of it is known."""
+    def _once_a_step_without_pipeline(self, s: Layout) -> float:
+        """Return the seconds once a step without a pipeline, which are known exactly."""
         graph = self._problem.graph
-        layout = with_boundaries(self._laid_out(s), (0, len(graph.layers)))
+        layout = with_boundaries(self._priced_without_stages(s), (0, len(graph.layers)))
         copied = with_hpz(layout)
         data = min(data_parallel_seconds(each) for each in (layout, copied) if each is not None)
         return data + optimizer_seconds(layout, 0)
 
-    def _beyond_layers(self, s: Layout) -> tuple[float, float]:
-        """Seconds of a micro-batch: on each rank, and of a message."""
-        key = (*_placing(s), self._problem.recipe.cluster.measured is not None and s)
-        if key not in self._beyond:
-            layout = self._laid_out(s)
-            self._beyond[key] = micro_batch_overhead_seconds(layout), pipeline_send_seconds(layout)
-        return self._beyond[key]
+    def _overhead_and_message_seconds(self, s: Layout) -> tuple[float, float]:
+        """Return seconds of a micro-batch beyond the layers: on each rank, and of a message."""
+        key = (*_overhead_key(s), self._problem.recipe.cluster.measured is not None and s)
+        if key not in self._overheads:
+            layout = self._priced_without_stages(s)
+            self._overheads[key] = (
+                micro_batch_overhead_seconds(layout),
+                pipeline_send_seconds(layout),
+            )
+        return self._overheads[key]
 
     def _interleaved(self, s: Layout, work: list[float], more: float) -> float:
         """Bound an interleaved schedule, whose parts are known. Rank r works on m micro-batches,
@@ -291,8 +307,9 @@ class StepTimeBound:
             m * sum(parts[rank::p]) + ahead for rank, ahead in zip(range(p), before, strict=False)
         )
 
-    def _once_a_step(self, s: Layout, layers: int = 0) -> float:
-        """layers: that a rank has at least, where that is known."""
+    def _least_once_a_step(self, s: Layout, layers: int = 0) -> float:
+        """Bound the seconds once a step. layers: the fewest layers of a rank, where that is
+        known."""
         if s.offload != "none":
             return 0.0
         key = (
@@ -307,19 +324,20 @@ class StepTimeBound:
             layers,
         )
         if key not in self._once:
-            self._once[key] = least_once_a_step_seconds(self._laid_out(s), layers)
+            self._once[key] = least_once_a_step_seconds(self._priced_without_stages(s), layers)
         return self._once[key]
 
 
 def _of_slowest(
-    s: Layout, work: RowSeconds, slowest: float, first: int, each: float, message: float
+    s: Layout, work: LayerSeconds, slowest: float, first: int, each: float, message: float
 ) -> float:
-    """slowest: seconds of a micro-batch's layers on the slowest rank, which is `first` or one
-    behind it. each, message: of a rank beyond its layers, and of a message.
+    """Bound a step by its slowest rank. slowest: seconds of a micro-batch's layers there; first:
+    that rank, or one before it. each, message: seconds of a rank beyond its layers, and of a
+    message.
 
-    A rank begins behind the ranks before it, each of which has a layer. Under 1F1B it also waits
-    for the first gradient: of one micro-batch no two passes run at once, and of its own passes only
-    the forward ones that it makes ahead, min(p - rank, m), run beside them.
+    A rank starts after the ranks before it, each of which has a layer. Under 1F1B it also waits
+    for the first gradient. No two passes of one micro-batch run at once. Of the rank's own
+    passes, only the min(p - rank, m) forward passes that it makes ahead run meanwhile.
     """
     m, p = s.gradient_accumulation_steps, s.pipeline
     own, all_ranks = slowest + each, work.total + p * each
@@ -343,7 +361,7 @@ def _of_slowest(
 
 def _of_ranks(
     s: Layout,
-    work: RowSeconds,
+    work: LayerSeconds,
     most: Ints,
     each: float,
     message: float,
@@ -379,10 +397,10 @@ def _of_ranks(
         if held is None:
             continue
         # Of n <= c layers, n r / c at least are among the r that are recomputed.
-        again = times * work.again_on(held) + work.layers * work.again * min(
-            1.0, work.repeated / largest
-        )
-        seconds = alone + waits * (work.least[held] + each) + again
+        recompute = times * work.recompute_seconds_on(
+            held
+        ) + work.layers * work.recompute_seconds * min(1.0, work.recomputed_layers / largest)
+        seconds = alone + waits * (work.least[held] + each) + recompute
         more = once(largest)
         best = min(best, float(seconds.max()) + more)
         if seconds[0] + more >= best:
@@ -391,12 +409,13 @@ def _of_ranks(
 
 
 def _pipelined(s: Layout, work: float, messages: float) -> float:
-    """work: of one micro-batch on all ranks; messages: one each way.
+    """Bound a pipelined step. work: seconds of one micro-batch on all ranks; messages: of one each
+    way.
 
-    Under 1F1B rank r begins when the ranks before it have passed a micro-batch on, and ends as long
-    before they do: the step T is at least m w_r + (w_0 + ... + w_(r-1)), w_r being its own share of
-    the work W. With all of these equal, which is the best that any shares make of it, T = W / (1 -
-    (1 - 1/m)^p). A rank between two others trades two messages with each for every micro-batch;
+    Under 1F1B rank r starts when the ranks before it have passed a micro-batch on, and ends as
+    long before they do. With w_r its share of the work W, the step T is at least m w_r + (w_0 +
+    ... + w_(r-1)). Equal bounds are the best that any shares make of it: T = W / (1 - (1 -
+    1/m)^p). A rank between two others exchanges two messages with each for every micro-batch;
     those before it were passed by one of each kind.
     """
     m, p = s.gradient_accumulation_steps, s.pipeline

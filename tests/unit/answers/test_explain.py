@@ -267,7 +267,7 @@ def test_why_there_is_a_second_copy_of_the_weights(
     assert found["strategy"]["hpz_partition_size"] == (8 if copy["taken"] else 1)
     slower = copy["other_step_seconds"] > step
     assert slower == (copy["taken"] or gigabits == 4000)
-    assert copy["has_room"] == (memory_gib == 80)
+    assert copy["has_headroom"] == (memory_gib == 80)
     main(["explain", path])
     assert words in capsys.readouterr().out
 

@@ -170,7 +170,7 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "recipe",
         "plans",
         "rejected",
-        "lost",
+        "slower_regions",
         "pareto",
         "binding",
         "measured_error",
@@ -178,7 +178,7 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     keys |= {
         "rejected_faster_layouts",
-        "not_priced",
+        "skipped",
         "low_precision_accumulation",
         "kernels",
         "target",
@@ -215,7 +215,7 @@ def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "SW3108" in out
         and "bound by " in out
-        and "lost to row 1" in out
+        and "slower than row 1" in out
         and "make bench-cost" in out
     )
     assert "\x1b" not in out

@@ -19,7 +19,7 @@ from tests.unit.models.factory import problem_of
 
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go
 # with it.
-BEYOND: dict[str, list[dict[str, Any]]] = {
+NO_MORE_RECOMPUTE: dict[str, list[dict[str, Any]]] = {
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
@@ -101,11 +101,11 @@ def recipe_of(write_recipe: Callable[..., Path], tmp_path: Path) -> Iterator[Cal
 
 
 def test_every_row_has_a_counterexample() -> None:
-    assert {".".join(map(str, limit.key)) for limit in SUPPORTED_VALUES} == set(BEYOND)
+    assert {".".join(map(str, limit.key)) for limit in SUPPORTED_VALUES} == set(NO_MORE_RECOMPUTE)
 
 
 @pytest.mark.parametrize(
-    ("key", "changes"), [(key, c) for key, rows in BEYOND.items() for c in rows], ids=str
+    ("key", "changes"), [(key, c) for key, rows in NO_MORE_RECOMPUTE.items() for c in rows], ids=str
 )
 def test_beyond_the_table_is_refused(
     recipe_of: Callable[..., Recipe], key: str, changes: dict[str, Any]

@@ -52,7 +52,7 @@ from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 HEADS = RankHeads(query=6, groups=2, size=4)
-BEYOND: dict[str, dict[str, Any]] = {
+NO_MORE_RECOMPUTE: dict[str, dict[str, Any]] = {
     "training.precision": {"training.precision": "fp16"},
     "training.gradient_accumulation_dtype": {
         "training.precision": "bf16",
@@ -98,10 +98,10 @@ def test_every_key_of_a_recipe_has_its_answer() -> None:
         for key in keys:
             known = [*SUPPORTED_KEYS, *REFUSED_KEYS, *axes]
             assert key in known or section in known, key
-    assert set(BEYOND) == set(REFUSED_KEYS)
+    assert set(NO_MORE_RECOMPUTE) == set(REFUSED_KEYS)
 
 
-@pytest.mark.parametrize(("key", "changes"), BEYOND.items(), ids=BEYOND)
+@pytest.mark.parametrize(("key", "changes"), NO_MORE_RECOMPUTE.items(), ids=NO_MORE_RECOMPUTE)
 def test_a_key_that_does_not_run(
     key: str, changes: dict[str, Any], write_recipe: Callable[..., Path]
 ) -> None:

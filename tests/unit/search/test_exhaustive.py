@@ -22,7 +22,7 @@ from shardwright.search.layout_search import rank_key, search
 from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.ranking_penalties import penalized_seconds, with_complexity_penalty
 from shardwright.search.rule_registry import check_layout, rules_for
-from shardwright.search.step_time_bound import WORTH_PRICING, StepTimeBound
+from shardwright.search.step_time_bound import PRICED_FACTOR, StepTimeBound
 from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
@@ -74,7 +74,7 @@ def test_it_finds_what_enumeration_finds(
     objective: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 10**9)
     recipe = recipe_of(
         config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective
     )
@@ -89,27 +89,27 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     same."""
     recipe = recipe_of(LLAMA_70B, cluster={"nodes": 8}, training={"global_batch_size": 96})
     asked = problem_of(recipe, graph_of(LLAMA_70B))
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 10**9)
     complete = search(asked)
-    assert not complete.slow
+    assert not complete.skipped
     bound = StepTimeBound(asked)
     for e in complete.ranked:
         s = e.strategy
         if isinstance(s.activation_checkpointing, PartialCheckpointing):
             s = dataclasses.replace(s, activation_checkpointing="none")
         assert bound.least_seconds(s) <= e.time.step_seconds * (1 + 1e-9), s
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 0)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 0)
     pruned = search(dataclasses.replace(asked))
     best = pruned.ranked[0]
-    assert best == complete.ranked[0] and pruned.slow
-    limit = WORTH_PRICING * penalized_seconds(recipe, best)
+    assert best == complete.ranked[0] and pruned.skipped
+    limit = PRICED_FACTOR * penalized_seconds(recipe, best)
     assert all(
         least > best.time.step_seconds and with_complexity_penalty(s, least) > limit
-        for least, s in pruned.slow
+        for least, s in pruned.skipped
     )
     assert all(e in complete.ranked for e in pruned.ranked)
     lost = {region.where: region.slower for region in slower_regions(recipe, complete.ranked)}
-    told = slower_regions(recipe, pruned.ranked, pruned.slow)
+    told = slower_regions(recipe, pruned.ranked, pruned.skipped)
     assert told and all(lost[r.where] >= r.nearest * (1 - 1e-9) for r in told)
     assert all(lost[r.where] == r.slower for r in told if r.at_least is None)
     near = {e.strategy for e in complete.ranked if penalized_seconds(recipe, e) <= limit}
@@ -170,7 +170,7 @@ def test_the_largest_searches_take_about_a_second(
         seconds.append(time.process_time() - began)
     assert result.ranked
     assert (
-        sum(region.count for region in result.rejected) + len(result.ranked) + len(result.slow)
+        sum(region.count for region in result.rejected) + len(result.ranked) + len(result.skipped)
         > 2000
     )
     # Processor time, and room: the tests share their cores, which makes each of them slower.

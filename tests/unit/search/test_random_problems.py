@@ -85,7 +85,7 @@ def goal(recipe: Recipe, estimate: Estimate) -> float:
 def test_the_best_layout_is_that_of_an_exhaustive_search(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 0)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 0)
     problem = random_problem(seed)
     ranked, best = search(problem).ranked, exhaustive_best(problem)
     assert (best is None) == (not ranked)

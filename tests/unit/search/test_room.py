@@ -14,7 +14,7 @@ import pytest
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.layers_that_fit import shortest, slowest_rank, work_of
+from shardwright.search.layers_that_fit import seconds_by_layer_count, shortest, slowest_rank
 from shardwright.search.layout_resolution import price_planned_layout, resolve_layout
 from shardwright.search.layout_search import NEARLY_FITS_FACTOR, search
 from shardwright.search.legal_layouts import candidate_layouts
@@ -49,7 +49,7 @@ CASES = [
 def test_none_is_faster_and_none_fits_without_room(
     name: str, nodes: int, batch: int, gpu: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 10**9)
     problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
     bound, gains = StepTimeBound(problem), []
     for e in search(problem).ranked:
@@ -63,18 +63,20 @@ def test_none_is_faster_and_none_fits_without_room(
             )  # as the search has it before it settles the loss
         if partial:
             s = dataclasses.replace(s, activation_checkpointing="full", hpz_partition_size=1)
-        assert bound.least_placed_seconds(
+        assert bound.tight_least_seconds(
             s, allows_partial_checkpointing=partial
         ) <= e.time.step_seconds * (1 + 1e-9), e.strategy
-        gains.append(bound.least_placed_seconds(s) / bound.least_seconds(s))
+        gains.append(bound.tight_least_seconds(s) / bound.least_seconds(s))
         layout, _ = price_planned_layout(problem, e.strategy, e.boundaries)
-        assign_stages = bound.least_settled_seconds(layout)
+        assign_stages = bound.least_interleaved_step_seconds(layout)
         assert (
             assign_stages <= e.time.step_seconds * (1 + 1e-9)
             and (assign_stages > 0) == e.strategy.is_interleaved
         ), e.strategy
     assert max(gains) > 1.05
-    crowded = [s for s in candidate_layouts(problem) if s.zero_stage <= 1 and not bound.has_room(s)]
+    crowded = [
+        s for s in candidate_layouts(problem) if s.zero_stage <= 1 and not bound.layers_may_fit(s)
+    ]
     assert crowded
     assert not any(
         resolve_layout(problem, s)[1].fits for s in crowded[:: max(1, len(crowded) // 40)]
@@ -86,15 +88,15 @@ def test_the_fastest_beyond_memory_is_the_fastest_of_all_that_are(
     name: str, nodes: int, batch: int, gpu: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 10**9)
     complete = search(problem)
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 0)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 0)
     pruned = search(dataclasses.replace(problem))
     step = complete.ranked[0].time.step_seconds
     for times, share in itertools.product(
         (NEARLY_FITS_FACTOR, NEXT_GPU_MEMORY_FACTOR), (0.8, 0.95, 1.5)
     ):
-        found, same = (each.beyond.fastest(times, share * step) for each in (complete, pruned))
+        found, same = (each.over_memory.fastest(times, share * step) for each in (complete, pruned))
         assert (found is None) == (same is None)
         if found is not None and same is not None:
             assert found == same and found.time.step_seconds < share * step
@@ -103,10 +105,15 @@ def test_the_fastest_beyond_memory_is_the_fastest_of_all_that_are(
 
 def test_rows_of_layers_that_differ() -> None:
     each = np.array([5.0, 1, 3, 1])
-    assert shortest(each, None, in_a_row=True).tolist() == [0, 1, 4, 5, 10]
-    assert shortest(np.array([2.0, 2, 2]), None, in_a_row=True).tolist() == [0, 2, 4, 6]
-    assert shortest(each, None, in_a_row=False).tolist() == [0, 1, 2, 5, 10]
-    assert shortest(each, each < 5, in_a_row=True).tolist() == [0, 1, 2, 5]
+    assert shortest(each, None, has_consecutive_layers=True).tolist() == [0, 1, 4, 5, 10]
+    assert shortest(np.array([2.0, 2, 2]), None, has_consecutive_layers=True).tolist() == [
+        0,
+        2,
+        4,
+        6,
+    ]
+    assert shortest(each, None, has_consecutive_layers=False).tolist() == [0, 1, 2, 5, 10]
+    assert shortest(each, each < 5, has_consecutive_layers=True).tolist() == [0, 1, 2, 5]
 
 
 def test_the_slowest_rank_is_one_that_has_room() -> None:
@@ -114,7 +121,7 @@ def test_the_slowest_rank_is_one_that_has_room() -> None:
     third, the head alone on the last take 3. Where the first two have room for one each, the others
     share six layers and the head: 5."""
     problem = asked("llama-70b", nodes=1, batch=8, gpu="h100-sxm-80gb")
-    found = work_of(_passes(problem), None, in_a_row=True)
+    found = seconds_by_layer_count(_passes(problem), None, has_consecutive_layers=True)
     work = dataclasses.replace(found, least=np.arange(9.0), most=np.arange(9.0), head=3.0)
     assert slowest_rank(work, np.array([8, 8, 8, 8]), 3) == (3.0, 0)
     assert slowest_rank(work, np.array([1, 1, 8, 8]), 3) == (5.0, 2)

@@ -92,7 +92,7 @@ def test_what_is_proposed_keeps_pins_and_rules(
     # Nothing is lost: every candidate is ranked, counted as slower, or in a rejected region.
     tried = len(list(candidate_layouts(problem_of(recipe, graph_of(config), cluster))))
     assert (
-        len(result.ranked) + len(result.slow) + sum(region.count for region in result.rejected)
+        len(result.ranked) + len(result.skipped) + sum(region.count for region in result.rejected)
         == tried
     )
     weighed = [penalized_seconds(recipe, e) for e in result.ranked]
@@ -108,7 +108,7 @@ def test_it_is_deterministic() -> None:
 
 
 def test_the_space_has_every_kind_of_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 10**9)
     ranked = [e.strategy for e in run(recipe_of(training={"global_batch_size": 64})).ranked]
     assert {s.tensor for s in ranked} == {
         1,

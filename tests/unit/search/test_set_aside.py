@@ -19,7 +19,7 @@ from shardwright.search.ranking_penalties import (
     penalized_seconds,
     risk_adjusted_seconds,
 )
-from shardwright.search.rejected_faster_layouts import FOR_SCRIPTS, rejected_faster_layouts
+from shardwright.search.rejected_faster_layouts import ACCELERATE_FILES, rejected_faster_layouts
 from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 
@@ -113,7 +113,7 @@ def test_plain_comes_first_within_the_error() -> None:
     (found,) = rejected_faster_layouts(recipe, order)
     assert found.strategy == dual.strategy and found.needs == ("a pipeline", "dualpipev")
     assert found.unavailable_features == (
-        FOR_SCRIPTS,
+        ACCELERATE_FILES,
         "LoRA",
     ) and "it gives up accelerate/" in rejected_faster_text(found)
     assert "needs a pipeline and dualpipev" in because(recipe, order[2], order[0])
