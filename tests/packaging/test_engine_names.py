@@ -53,7 +53,7 @@ def test_no_engine_is_named(path: Path) -> None:
 
 def test_the_check_sees_what_it_should() -> None:
     source = """
-from shardwright.engines.deepspeed.ds_config import sbatch_option_errors
+from shardwright.engines.deepspeed.ds_config import extra_errors
 if recipe.target == "megatron":
     is_megatron = x.deepspeed
 """

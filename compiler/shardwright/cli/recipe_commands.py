@@ -354,7 +354,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
             if d is not None
         ]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
-    refused = [engine.sbatch_option_errors(recipe) for engine in engines_for(recipe.target)]
+    refused = [engine.recipe_errors(recipe) for engine in engines_for(recipe.target)]
     found += refused[0] if all(refused) else ()
     if recipe.cluster.measured is not None:
         from shardwright.cost.calibrated_costs import calibration_errors

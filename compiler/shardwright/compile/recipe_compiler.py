@@ -213,7 +213,7 @@ def _check(recipe: Recipe) -> None:
     for engine in engines:
         own = recipe_for_engine(recipe, engine)
         errors = (*check_runnable(own), *check_files(own), *check_launch(own))
-        found.append((*errors, *engine.sbatch_option_errors(own), *calibration_errors(own)))
+        found.append((*errors, *engine.recipe_errors(own), *calibration_errors(own)))
     if errors := (*min(found, key=len), *(package_errors(engines[0]) if len(engines) == 1 else ())):
         raise Refusal(*errors)
 

@@ -81,7 +81,7 @@ class Engine:
         run reads as data.
     precisions: those that it trains in. optimizers: those that it runs -> its own names for them.
     rules: code -> what it does not run. lifts: codes of rules about modules of this project that it
-    does without. sbatch_option_errors: what it does not take of the recipe's `extra`. axes: keys of
+    does without. recipe_errors: what it does not take of the recipe's `extra`. axes: keys of
     a layout, beyond those of every engine, that it has. compiles_layers: whether it runs
     `model.kernels: compile`. transformer_engine: whether its ranks take layers of Transformer
     Engine in a layout; None where it has none. tasks: those that it
@@ -106,7 +106,7 @@ class Engine:
     inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)
     waived_rules: frozenset[str] = frozenset()
-    sbatch_option_errors: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
+    recipe_errors: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     optimizers: Mapping[str, str] = field(default_factory=dict)

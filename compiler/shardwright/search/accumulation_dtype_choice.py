@@ -9,7 +9,6 @@ from typing import cast
 
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.formats import FORMATS
-from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
 from shardwright.search.layout_search import SearchResult, search
@@ -61,16 +60,20 @@ def _with_accumulation_dtype(problem: Problem) -> Problem:
     if not _is_memory_bound(problem, full):
         return problem
     short = _accumulating_in(problem, training.precision)
-    if _refused(short) > _refused(problem):  # an engine that sums in fp32 alone
+    if _engine_errors(short) > _engine_errors(problem):  # the engine sums in fp32 alone
         return problem
     half = search(short).ranked  # all of it: where this is the answer, it is asked for again
-    if not half or (full.ranked and not _is_much_slower(problem, full.ranked[0], half[0])):
+    if not half:
         return problem
+    if full.ranked:
+        slow, fast = (penalized_seconds(problem.recipe, r[0]) for r in (full.ranked, half))
+        if slow < BF16_ACCUMULATION_FROM * fast:
+            return problem
     return short
 
 
-def _refused(problem: Problem) -> int:
-    return len(ENGINES[problem.recipe.target].sbatch_option_errors(problem.recipe))
+def _engine_errors(problem: Problem) -> int:
+    return len(ENGINES[problem.recipe.target].recipe_errors(problem.recipe))
 
 
 def _accumulating_in(problem: Problem, dtype: str | None) -> Problem:
@@ -90,8 +93,3 @@ def _is_memory_bound(problem: Problem, full: SearchResult) -> bool:
         any(e.time.step_seconds <= most for e in full.ranked)
         or full.best_nearly_fitting(most) is not None
     )
-
-
-def _is_much_slower(problem: Problem, full: Estimate, half: Estimate) -> bool:
-    slow, fast = (penalized_seconds(problem.recipe, each) for each in (full, half))
-    return slow >= BF16_ACCUMULATION_FROM * fast

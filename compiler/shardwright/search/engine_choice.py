@@ -71,7 +71,7 @@ def problem_under_engine(problem: Problem, target: str) -> Problem:
     engine undone. Raises Refusal for a recipe or a model that the engine does not support."""
     engine = ENGINES[target]
     other = _for_engine(_with_auto_restored(problem), engine)
-    wrong = engine.sbatch_option_errors(other.recipe)
+    wrong = engine.recipe_errors(other.recipe)
     unsupported_reason = engine.unsupported_reason(problem.graph)
     if unsupported_reason:
         wrong = (
@@ -162,7 +162,7 @@ def _for_engine(problem: Problem, engine: Engine) -> Problem:
 
 
 def _engine_supports(engine: Engine, problem: Problem) -> bool:
-    return not engine.unsupported_reason(problem.graph) and not engine.sbatch_option_errors(
+    return not engine.unsupported_reason(problem.graph) and not engine.recipe_errors(
         recipe_for_engine(problem.recipe, engine)
     )
 

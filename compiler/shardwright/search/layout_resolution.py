@@ -263,16 +263,12 @@ def _fastest_partial_checkpointing(
     while (
         s.pipeline > 1
         and (fewer := at(fewest - 1))[1].peak_bytes <= limit
-        and _is_faster(fewer[0], found[0])
+        and estimate_time(fewer[0]).step_seconds < estimate_time(found[0]).step_seconds
     ):
         found, fewest = fewer, fewest - 1
         if not fewest:
             return None
     return found
-
-
-def _is_faster(layout: PricedLayout, other: PricedLayout) -> bool:
-    return estimate_time(layout).step_seconds < estimate_time(other).step_seconds
 
 
 def _checkpointing_of(layers: int) -> Checkpointing | PartialCheckpointing:

@@ -132,7 +132,7 @@ def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
 
 
 def contrastive_verified(x: Candidate) -> Diagnostic | None:
-    """The first key that is not, or that says nothing here."""
+    """Refuse the first setting that contrastive training does not support, or that is meaningless."""
     if not x.graph.task_traits.compares_pairs:
         return None
     recipe = x.recipe
@@ -140,7 +140,7 @@ def contrastive_verified(x: Candidate) -> Diagnostic | None:
         (
             "target",
             f"target: {recipe.target}",
-            recipe.target not in _running(),
+            "contrastive" not in ENGINES[recipe.target].tasks,
             "Write `target: deepspeed`.",
         ),
         (
@@ -175,7 +175,3 @@ def contrastive_verified(x: Candidate) -> Diagnostic | None:
                 "SW3183", key, f"{what} is not for contrastive training in this version", help
             )
     return None
-
-
-def _running() -> tuple[str, ...]:
-    return tuple(name for name, engine in ENGINES.items() if "contrastive" in engine.tasks)

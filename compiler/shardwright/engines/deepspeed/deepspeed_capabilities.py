@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.engines.deepspeed.ds_config import OPTIMIZER_NAMES, sbatch_option_errors
+from shardwright.engines.deepspeed.ds_config import OPTIMIZER_NAMES, extra_errors
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate, Rule, rule
@@ -189,7 +189,7 @@ DEEPSPEED = Engine(
     precisions=("bf16", "fp16", "fp32"),
     optimizers=OPTIMIZER_NAMES,
     rules=RULES,
-    sbatch_option_errors=sbatch_option_errors,
+    recipe_errors=extra_errors,
     axes=frozenset({"context", "expert"}),
     compiles_layers=True,
     tasks=frozenset({"causal-lm", "image-text-to-text", "contrastive"}),

@@ -108,7 +108,7 @@ KEYS_SET_BY_RECIPE: dict[str, str] = {
 """Key or section of ds_config.json -> the recipe's key that decides it."""
 
 
-def sbatch_option_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
+def extra_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Each key of `extra` that DeepSpeed does not know, takes another type for, or that is not
     free, once."""
     found = {

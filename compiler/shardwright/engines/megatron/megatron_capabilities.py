@@ -429,7 +429,7 @@ MEGATRON = Engine(
     ),
     rules=RULES,
     waived_rules=HF_MODULE_RULES,
-    sbatch_option_errors=check_recipe_keys,
+    recipe_errors=check_recipe_keys,
     axes=frozenset({"context", "expert", "expert_tensor", "virtual_stages", "sequence_parallel"}),
     types=frozenset(MODEL_MAPPINGS),
     pads_vocabulary=True,
