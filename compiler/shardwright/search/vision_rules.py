@@ -132,7 +132,7 @@ def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
 
 
 def contrastive_verified(x: Candidate) -> Diagnostic | None:
-    """Refuse the first setting that contrastive training does not support, or that is meaningless."""
+    """Refuse the first setting that contrastive training does not support, or means nothing."""
     if not x.graph.task_traits.compares_pairs:
         return None
     recipe = x.recipe
