@@ -44,20 +44,21 @@ test-more: setup ## the rest of what CI runs: training runs, the pages' commands
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m '$(MORE)'
 	$(BIN)/python -m pytest -m '$(ALONE)'
 
-# Another Python than .venv's, without torch: the tests that this one can run.
+# Another Python than .venv's, without torch: a test that comes to import it is skipped
+# (tests/missing_packages.py).
 LIGHT := build/light-$(notdir $(PYTHON))
 
 test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.12
-	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider -m '$(QUICK)' $$($(LIGHT)/bin/python -m tools.torchless_tests tests)
+	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider -m '$(QUICK)'
 
 lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Python (mypy wants torch's types): make lint-light PYTHON=python3.12
 	$(LIGHT)/bin/ruff check .
 	$(LIGHT)/bin/ruff format --check .
 	$(LIGHT)/bin/lint-imports
 
-$(LIGHT)/.installed: pyproject.toml constraints.txt tools/torchless_tests.py
+$(LIGHT)/.installed: pyproject.toml constraints.txt tools/light_requirements.py
 	test -x $(LIGHT)/bin/python || $(PYTHON) -m venv $(LIGHT)
-	$(LIGHT)/bin/python -m tools.torchless_tests requirements > $(LIGHT)/requirements.txt
+	$(LIGHT)/bin/python -m tools.light_requirements > $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -r $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps -e .
 	touch $@

@@ -12,6 +12,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.missing_packages import skip_tests_of_missing_packages
+
 pytest_plugins = ["tools.prove.pytest_proofs"]
 
 # Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is
@@ -53,6 +55,9 @@ SMALL_RECIPE: dict[str, Any] = {
         "micro_batch_size": 2,
     },
 }
+
+
+skip_tests_of_missing_packages()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

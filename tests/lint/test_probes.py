@@ -98,6 +98,7 @@ def on_two_ranks(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[str, int, str], dict[str, Any]]:
+    pytest.importorskip("deepspeed")
     keys = [(code, number, which) for code, number, _ in CASES for which in ("example", "instead")]
     requests = {key: request(key[0], PROBES[key[0]][key[1]], key[2]) for key in keys}
     asked = {key: case for key, case in requests.items() if case is not None}

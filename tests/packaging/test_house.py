@@ -8,10 +8,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from tools import torchless_tests
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,11 +21,11 @@ def test_ci_runs_lint_and_tests_as_make_does() -> None:
 def test_ci_runs_every_python_that_pyproject_names() -> None:
     """3.11 all of the tests, the others those without torch."""
     named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
-    torchless_tests = re.findall(r"\bpython(3\.\d+)", (ROOT / ".ci/run").read_text())
-    assert named == ["3.11", *torchless_tests] and len(torchless_tests) == 2
+    light = re.findall(r"\bpython(3\.\d+)", (ROOT / ".ci/run").read_text())
+    assert named == ["3.11", *light] and len(light) == 2
     steps = {
         f'python: "{version}", run: make lint-light test-light PYTHON=python{version}'
-        for version in torchless_tests
+        for version in light
     }
     steps.add('python: "3.11", run: .ci/run')
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
@@ -48,22 +44,6 @@ def test_each_test_is_in_one_part_of_the_sample() -> None:
         marked = dict(zip(marks, chosen, strict=True))
         runs = [name for name, expression in parts.items() if eval(expression, {}, marked)]
         assert len(runs) == (not marked["prove"] and not marked["hosts"]), (marked, runs)
-
-
-def test_the_light_tests_are_those_that_import_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torchless_tests, "_is_there", lambda package: package not in torchless_tests.HEAVY
-    )
-    names = torchless_tests.light_tests()
-    assert (
-        "tests/unit/recipe/test_load.py" in names
-        and "tests/unit/parallel/test_loss.py" not in names
-    )
-    assert [
-        name
-        for name in torchless_tests.COMMANDS | torchless_tests.FALSE_POSITIVES
-        if not (ROOT / name).exists()
-    ] == []
 
 
 def test_make_targets_exist() -> None:

@@ -18,6 +18,8 @@ from shardwright.data.tokenizers import ByteTokenizer, TransformersTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
 
+pytest.importorskip("transformers", reason="the process that renders templates imports it")
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

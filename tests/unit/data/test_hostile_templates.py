@@ -16,6 +16,8 @@ from shardwright.data.chat_format import TemplateError
 from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
 from tests.unit.data.plans import part, plan, refused
 
+pytest.importorskip("transformers", reason="the process that renders templates imports it")
+
 TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
 QUICK = {
     "a division by zero": ("{{ 1/0 }}", "line 1: ZeroDivisionError"),

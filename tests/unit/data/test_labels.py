@@ -14,6 +14,8 @@ from shardwright.data.conversations import MissingLabel, conversation, encode
 from shardwright.data.tokenizers import ByteTokenizer
 from shardwright.diagnostics import Refusal
 
+pytest.importorskip("transformers", reason="the process that renders templates imports it")
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
