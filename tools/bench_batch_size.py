@@ -112,7 +112,8 @@ def estimate_step_noise(
     for part in range(NOISE_PARTS):
         first, end = last * part // NOISE_PARTS, last * (part + 1) // NOISE_PARTS
         scale = ratio_of_means([(k, noise) for k, noise in steps if first < k <= end], batch)
-        loss = float(np.interp((first + end) / 2, *zip(*curve, strict=True)))
+        steps_measured, losses = zip(*curve, strict=True)
+        loss = float(np.interp((first + end) / 2, steps_measured, losses))
         figures = {
             name: None if (v := getattr(scale, name)) is None else round(v, 1)
             for name in ("value", "low", "high")

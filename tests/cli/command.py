@@ -83,16 +83,16 @@ def _python(
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "NO_COLOR": "1", **(env or {})}
     command = [sys.executable, *arguments]
-    stdin = {"input": input} if input is not None else {"stdin": subprocess.DEVNULL}
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(
         command,
+        input=input,
+        stdin=subprocess.DEVNULL if input is None else None,
         cwd=cwd,
         env=environment,
         preexec_fn=preexec_fn,
         capture_output=True,
         text=True,
         timeout=240,
-        **stdin,
     )
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import traceback
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -24,7 +25,7 @@ STEPS = 3
 def build(folder: Path) -> torch.nn.Module:
     document = json.loads((folder / "config.json").read_text())
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(document.pop("model_type"), **document), dtype=torch.float32
     )
     with torch.no_grad():
@@ -33,14 +34,14 @@ def build(folder: Path) -> torch.nn.Module:
     return model.train()
 
 
-def batches(folder: Path, config: dict) -> list[list[torch.Tensor]]:
+def batches(folder: Path, config: dict[str, Any]) -> list[list[torch.Tensor]]:
     """Per step, the micro-batches: the same on every rank, since all of them are one tensor
     group."""
     ids = torch.from_numpy(np.load(folder / "tokens.npy").astype(np.int64))
     return [list(step.chunk(config["gradient_accumulation_steps"])) for step in ids.chunk(STEPS)]
 
 
-def plain(folder: Path, config: dict) -> tuple[list[float], dict[str, list[int]]]:
+def plain(folder: Path, config: dict[str, Any]) -> tuple[list[float], dict[str, list[int]]]:
     """Losses of one process, and the whole shapes."""
     model, options = build(folder), config["optimizer"]["params"]
     optimizer = torch.optim.AdamW(

@@ -187,8 +187,8 @@ def child_of(process: subprocess.Popen[bytes]) -> int:
     path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     end = time.monotonic() + 20
     while not (children := path.read_text().split()):
-        assert process.poll() is None, f"{process.args} ended"
-        assert time.monotonic() < end, f"{process.args} started nothing"
+        assert process.poll() is None, f"{process.args!r} ended"
+        assert time.monotonic() < end, f"{process.args!r} started nothing"
         time.sleep(0.02)
     return int(children[0])
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -50,5 +51,5 @@ def train(session: Session, step: int, *rest: Any) -> Any:
 
 
 def main() -> int:
-    Session.train = train  # type: ignore[method-assign]
-    return training_worker.main()
+    with patch.object(Session, "train", train):
+        return training_worker.main()

@@ -62,7 +62,8 @@ class Block(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.layer(hidden, position_embeddings=(self.cos, self.sin))
+        output: torch.Tensor = self.layer(hidden, position_embeddings=(self.cos, self.sin))
+        return output
 
 
 class Head(nn.Module):
@@ -72,7 +73,8 @@ class Head(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(hidden))
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

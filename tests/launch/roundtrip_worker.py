@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import numpy as np
@@ -74,7 +75,8 @@ class Recorded:
 
     @property
     def scale(self) -> float:
-        return self.inner.scale
+        scale: float = self.inner.scale
+        return scale
 
     @scale.setter
     def scale(self, value: float) -> None:
@@ -83,7 +85,8 @@ class Recorded:
     def __call__(self, logits: torch.Tensor, labels: Any) -> torch.Tensor:
         if self.logits is None:
             self.logits = logits.detach().clone()
-        return self.inner(logits, labels)
+        loss: torch.Tensor = self.inner(logits, labels)
+        return loss
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
@@ -150,7 +153,7 @@ def untraced(model: torch.nn.Module, cut: Any, attention_module: str) -> ModelTr
 
 
 def main() -> None:
-    graph_trace.trace_model = untraced
+    patch.object(graph_trace, "trace_model", untraced).start()
     os.environ["SHARDWRIGHT_CACHE"] = "off"
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     transformers.logging.set_verbosity_error()

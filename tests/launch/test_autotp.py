@@ -16,7 +16,8 @@ import pytest
 from transformers import AutoConfig
 
 from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
-from shardwright.engines.deepspeed.deepspeed_files import AUTOTP_FILE, AUTOTP_VERIFIED_TYPES
+from shardwright.engines.deepspeed.deepspeed_capabilities import AUTOTP_FILE
+from shardwright.engines.deepspeed.deepspeed_files import AUTOTP_VERIFIED_TYPES
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.child_processes import free_port
 from shardwright.utils.numeric_difference import largest_difference, max_series_diff

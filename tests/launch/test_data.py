@@ -159,7 +159,7 @@ def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch
     seen = {rank: lines(out / "run" / f"seen-{rank}.jsonl") for rank in range(case.world)}
     once: list[str] = []
     for step in range(STEPS):
-        shares = {}
+        shares: dict[int, Any] = {}
         for rank in range(case.world):
             line = seen[rank][step]
             assert line["step"] == step + 1

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.launch
 
 
 def status(out: Path) -> dict[str, Any]:
-    return json.loads(must(shardwright("status", out, "--json")).stdout)
+    document: dict[str, Any] = json.loads(must(shardwright("status", out, "--json")).stdout)
+    return document
 
 
 def test_a_detached_run_outlives_its_terminal_and_stops_with_a_checkpoint(tmp_path: Path) -> None:

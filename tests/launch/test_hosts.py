@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -194,14 +195,19 @@ def _compiled_to_last(folder: Path) -> Path:
 
 
 def _live(out: Path, rank: int) -> dict[str, Any]:
-    return json.loads((out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text())
+    document: dict[str, Any] = json.loads(
+        (out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text()
+    )
+    return document
+
+
+def _is_empty(host: Host) -> bool:
+    return not host.processes()
 
 
 def _expect_nothing_left(made: list[Host]) -> None:
     for host in made:
-        wait_until(
-            lambda host=host: not host.processes(), f"left on {host.name}: {host.processes()}"
-        )
+        wait_until(partial(_is_empty, host), f"left on {host.name}: {host.processes()}")
 
 
 def _kill_and_expect(made: list[Host], out: Path, named: Path, victim: int) -> float:

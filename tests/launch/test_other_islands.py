@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from shardwright.utils.numeric_difference import state_dict_max_abs_diff
 from shardwright.verify.reference_run import cosine, mean_loss
 from tests.parity import harness
-from tests.parity.harness import LR, MODELS, SEED, WARMUP, must, shardwright
+from tests.parity.harness import LR, SEED, WARMUP, must, shardwright
 from tests.parity.islands import (
     EVERY,
     OUTER,
@@ -29,6 +29,7 @@ from tests.parity.islands import (
     rounds,
     write_inputs,
 )
+from tests.parity.models import MODELS
 from tests.parity.reference import initial_model, token_rows
 
 pytestmark = pytest.mark.launch

@@ -47,7 +47,7 @@ def test_the_documented_loop_trains_as_run_does(
     (tmp_path / script.title).write_text(script.text)
     plan = json.loads((tmp_path / "theirs" / "plan.json").read_text())
     deepspeed = Path(sys.executable).with_name("deepspeed")
-    command = [
+    command: list[str | Path] = [
         deepspeed,
         "--no_local_rank",
         "--num_gpus",

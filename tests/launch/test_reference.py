@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def compiled(target: str, folder: Path, name: str) -> Path:
     return folder / name
 
 
-def exported(out: Path, to: Path) -> torch.nn.Module:
+def exported(out: Path, to: Path) -> Any:
     must(shardwright("export", newest_checkpoint(out), "-o", to))
     return AutoModelForCausalLM.from_pretrained(to, dtype=torch.float32).eval()
 

@@ -39,7 +39,9 @@ def submit(out: Path, env: dict[str, str]) -> str:
     printed = must(
         subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     ).stdout
-    return re.findall(r"^submitted +job (\d+)$", printed, re.M)[0]
+    found = re.search(r"^submitted +job (\d+)$", printed, re.M)
+    assert found is not None, printed
+    return found[1]
 
 
 def log(out: Path) -> str:

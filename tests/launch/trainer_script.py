@@ -22,7 +22,7 @@ from transformers import (
 ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 
 
-class Tokens(Dataset):
+class Tokens(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 64
 

@@ -76,12 +76,13 @@ def with_sgd(case: dict[str, Any], clipping: float) -> dict[str, Any]:
     """The case's configuration with the optimizer that plain() has."""
     config = copy.deepcopy(case["config"])
     del config["train_batch_size"]
-    return config | {
+    changed: dict[str, Any] = config | {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": clipping,
     }
+    return changed
 
 
 def probe(case: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -124,8 +125,8 @@ def sequence(case: dict[str, Any], facts: dict[str, Any]) -> None:
         torch.manual_seed(1 + rank)
         parts.append((torch.randn(4, 8), torch.randn(4, 8)))
     model = nn.Sequential(*layers())
-    sum(loss_of(model(x), y) for x, y in parts).backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
+    torch.stack([loss_of(model(x), y) for x, y in parts]).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     before = [p.detach().clone() for p in model.parameters()]
     engine, _, _, _ = deepspeed.initialize(model=nn.Sequential(*layers()), config=config)
     x, y = parts[int(sys.argv[2])]

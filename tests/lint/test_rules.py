@@ -153,7 +153,7 @@ def test_gathered_weights_are_of_use_under_autotp() -> None:
         "tensor_parallel": {"autotp_size": 2},
     }
     for audience in ("deepspeed", "trainer"):
-        assert codes(json.dumps(autotp), cast("Audience", audience)) == []
+        assert codes(json.dumps(autotp), audience) == []
     assert codes(json.dumps({**autotp, "tensor_parallel": {"autotp_size": 1}}), "trainer") == [
         "SW4401"
     ]

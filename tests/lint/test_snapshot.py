@@ -24,6 +24,7 @@ from shardwright.engines.deepspeed.ds_config_schema import (
 )
 from shardwright.lint.ds_config_document import parse_ds_config
 from shardwright.lint.ds_config_linter import diagnostic, fixed, lint, linted_ds_config
+from shardwright.utils.json_values import JsonObject
 from tools.generate import deepspeed_untyped_sections as loose
 
 SITE = Path(deepspeed.__file__).parent
@@ -100,7 +101,7 @@ def test_top_level_keys_are_those_that_the_source_reads() -> None:
 
 
 def test_lowering_refuses_what_deepspeed_would_not_take() -> None:
-    good = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+    good: JsonObject = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
     assert validated_ds_config(good) is good
     for wrong in (
         {"train_batch_sise": 8},
@@ -153,6 +154,6 @@ def test_no_document_is_too_odd(document: dict[str, Any], world: int | None) -> 
     except Refusal:
         return
     for audience in (None, "deepspeed", "trainer"):
-        found = lint(read, linted_ds_config(read, audience, world))  # type: ignore[arg-type]
+        found = lint(read, linted_ds_config(read, audience, world))
         assert all(diagnostic(read, finding).location for finding in found)
     fixed(read, None, world)

@@ -49,7 +49,7 @@ def piped(virtual: int) -> TransformerConfig:
         pipeline_dtype=torch.float32,
         overlap_p2p_comm=True,
         batch_p2p_comm=False,
-        **SHAPE,  # type: ignore[arg-type]
+        **SHAPE,
     )
 
 

@@ -94,10 +94,11 @@ class Trained:
 
 def masters_apart(plan: Plan, trainer: Any, wanted: Any) -> float:
     """The largest difference of an element that this rank updates from the plain process's."""
-    from shardwright.engines.megatron.megatron_trainer import ShardReader
+    from shardwright.parallel.weight_loader import ShardReader
     from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 
-    shards = ShardReader(plan, Trained(wanted.weights), trainer.transposed)
+    weights: Any = Trained(wanted.weights)
+    shards = ShardReader(plan, weights, trainer.transposed)
     return largest_difference(
         max_abs_diff(
             f.states["fp32"],
@@ -186,7 +187,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     megatron_equivalence.check_megatron_equivalence = lambda *asked: None
-    out, worlds = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), {}
+    out, worlds = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), dict[int, Any]()
     for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():
         found = prepared(Case(**fields), out / "work" / name)
         worlds.setdefault(found[0].world, {})[name] = found

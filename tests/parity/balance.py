@@ -20,14 +20,15 @@ def add_balance(model: torch.nn.Module, coefficient: float) -> None:
     assert gates
     for gate in gates:
         gate.register_forward_hook(lambda _m, _a, output: routed.append((output[0], output[2])))
-    inner, sigmoid = model.forward, model.config.model_type.startswith("deepseek")
+    hf: Any = model
+    inner, sigmoid = hf.forward, hf.config.model_type.startswith("deepseek")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         routed.clear()
         output = inner(*args, **kwargs)
         rows = len(kwargs["input_ids"])
         losses = [row_loss(*layer, rows, row, sigmoid) for layer in routed for row in range(rows)]
-        loss = coefficient * sum(losses) / len(losses)
+        loss = coefficient * torch.stack(losses).sum() / len(losses)
         output.loss = output.loss + loss - loss.detach()
         return output
 

@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import numpy as np
@@ -102,11 +103,12 @@ class Masks:
             (self.cut if x.ndim == 4 else self.whole).append(digest(mask))
             return x * mask
 
-        F.dropout = recording
+        self._patch = patch.object(F, "dropout", recording)
+        self._patch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        F.dropout = self._plain
+        self._patch.stop()
 
 
 def digest(x: torch.Tensor) -> str:

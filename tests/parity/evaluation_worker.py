@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -51,18 +52,20 @@ def write_held_out(case: Case, folder: Path) -> tuple[dict[str, object], list[li
     """(the recipe's section, the pieces of each row, which see nothing of each other)."""
     random, count = np.random.default_rng(3), max(row_counts(case))
     if not folder.name.endswith("packed"):
-        rows = random.integers(0, MODELS[case.model]["vocab_size"], (count, LENGTH), dtype=np.int32)
+        tokens = random.integers(
+            0, MODELS[case.model]["vocab_size"], (count, LENGTH), dtype=np.int32
+        )
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            np.save(folder / "held-out.npy", rows)
-        return {"kind": "tokens", "path": "held-out.npy"}, [[row.tolist()] for row in rows]
+            np.save(folder / "held-out.npy", tokens)
+        return {"kind": "tokens", "path": "held-out.npy"}, [[row.tolist()] for row in tokens]
     lengths = random.integers(1, 40, count * LENGTH // 15)
     documents = [random.integers(32, 127, length).tolist() for length in lengths]
     if dist.get_rank() == 0:
         (folder / "held-out").mkdir(parents=True, exist_ok=True)
         for number, document in enumerate(documents):
             (folder / "held-out" / f"{number:05d}.txt").write_bytes(bytes(document))
-    rows = []
+    rows: list[list[list[int]]] = []
     stream, borders = np.concatenate(documents).tolist(), set(np.cumsum(lengths).tolist())
     for row in range(count):
         cuts = [i for i in range(row * LENGTH + 1, (row + 1) * LENGTH) if i in borders]
@@ -135,12 +138,14 @@ def failing(case: Case, folder: Path) -> dict[str, float]:
                 raise ArithmeticError("planted")
             return plain(held_out)
 
-        session._trainer.evaluate = fail_once
-        if attempt.number < 3:
-            with pytest.raises(ArithmeticError):
-                train_steps(session, _Watch(), _NoStop())
-        else:
-            assert train_steps(session, _Watch(), _NoStop()) == "done"
+        watch: Any = _Watch()
+        stop: Any = _NoStop()
+        with patch.object(session._trainer, "evaluate", fail_once):
+            if attempt.number < 3:
+                with pytest.raises(ArithmeticError):
+                    train_steps(session, watch, stop)
+            else:
+                assert train_steps(session, watch, stop) == "done"
         steps = published_steps(folder / "checkpoints")
         assert steps[-1][0] == saved, steps
         attempt = replace(attempt, number=attempt.number + 1, resume=str(steps[-1][1]), step=saved)

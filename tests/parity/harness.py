@@ -272,7 +272,8 @@ def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
         fan_in_fan_out=turned,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    adapted: torch.nn.Module = get_peft_model(model, config)
+    return adapted
 
 
 def draw_in_turns(model: torch.nn.Module, ranks: int) -> None:

@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Container, Iterable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ from deepspeed.utils import groups
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed import deepspeed_optimizer_shards
-from shardwright.engines.deepspeed import deepspeed_trainers as engine
+from shardwright.engines.deepspeed import deepspeed_optimizer_shards, deepspeed_trainers
+from shardwright.engines.deepspeed.deepspeed_groups import hpz_group
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.trainer_protocol import OwnedShard, Trainer
@@ -103,14 +104,12 @@ def under_tensor_parallelism(folder: Path) -> list[float]:
     if dist.get_rank() == 0:
         (folder / "ds_config.json").write_text(json.dumps(ds_config(plan)))
     dist.barrier()
-    own, off = engine.hpz_group, []
-    for group in (own, _deepspeeds_group):
-        engine.hpz_group = group
-        norms = [
-            r.grad_norm for r in train(plan, folder, build_trainer(plan, folder), 1, len(wanted))
-        ]
+    off = []
+    for group in (hpz_group, _deepspeeds_group):
+        with patch.object(deepspeed_trainers, "hpz_group", group):
+            trainer = build_trainer(plan, folder)
+            norms = [r.grad_norm for r in train(plan, folder, trainer, 1, len(wanted))]
         off.append(max_series_diff(norms, wanted, relative=True))
-    engine.hpz_group = own
     return off
 
 
@@ -142,11 +141,9 @@ def resumed(folder: Path) -> dict[str, list[float]]:
     again = build_trainer(plan, folder, resumes=True)
     load_checkpoint(plan, again, step)
     found["resumed"] = losses(again)
-    forget = deepspeed_optimizer_shards.drop_hpz_copies
-    deepspeed_optimizer_shards.drop_hpz_copies = lambda module: None
-    stale = build_trainer(plan, folder, resumes=True)
-    load_checkpoint(plan, stale, step)
-    deepspeed_optimizer_shards.drop_hpz_copies = forget
+    with patch.object(deepspeed_optimizer_shards, "drop_hpz_copies", lambda module: None):
+        stale = build_trainer(plan, folder, resumes=True)
+        load_checkpoint(plan, stale, step)
     found["stale"] = losses(stale)
     return found
 

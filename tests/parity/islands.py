@@ -27,13 +27,13 @@ from tests.parity.harness import (
     DECAY,
     EPS,
     LR,
-    MODELS,
     SEED,
     WARMUP,
     Case,
     must,
     shardwright,
 )
+from tests.parity.models import MODELS
 from tests.parity.reference import initial_model, token_rows
 
 EVERY, STEPS, ISLANDS = 4, 12, 2
@@ -193,7 +193,8 @@ def outer_step(
 ) -> None:
     """As torch.optim.SGD makes it."""
     mean = {
-        name: as_sent(sum(each[name] for each in deltas) / len(deltas), outer) for name in anchor
+        name: as_sent(torch.stack([each[name] for each in deltas]).sum(0) / len(deltas), outer)
+        for name in anchor
     }
     if outer["optimizer"] == "average":
         for name, p in anchor.items():

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint.checkpoint_loader import CheckpointReader
 from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
-from shardwright.checkpoint.resume_checkpoint import published_steps
+from shardwright.checkpoint.checkpoint_storage import published_steps
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from shardwright.plan.plan import Plan
 from shardwright.train.noise_scale_meter import NoiseScaleMeasurement, build_noise_scale_meter
 from shardwright.utils.numeric_difference import largest_difference
 from tests.parity.cases_worker import compiled, main
-from tests.parity.harness import BETAS, DECAY, EPS, MODELS, SEED, STEPS, with_adapters
+from tests.parity.harness import BETAS, DECAY, EPS, SEED, STEPS, with_adapters
+from tests.parity.models import MODELS
 from tests.parity.noise import MEASURED, NoiseCase
 from tests.parity.reference import initial_model, next_token_loss
 
@@ -82,9 +84,7 @@ def trained(
         if measured is None:
             results.append(trainer.step(mine, rate))
             continue
-        result, noise = meter.measure(
-            step, lambda mine=mine, rate=rate: trainer.step(mine, rate), mine
-        )
+        result, noise = meter.measure(step, partial(trainer.step, mine, rate), mine)
         assert noise is not None, f"step {step} gave no figure"
         results.append(result)
         found.append(noise)

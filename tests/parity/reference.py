@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.verify.reference_run import (
@@ -30,15 +29,14 @@ __all__ = [
 ]
 
 
-def initial_model(config: dict[str, Any], seed: int) -> nn.Module:
+def initial_model(config: dict[str, Any], seed: int) -> Any:
     config = dict(config)
     torch.manual_seed(seed)
-    model: nn.Module = AutoModelForCausalLM.from_config(
+    return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config),
         dtype=torch.float32,
         trust_remote_code=False,
     )
-    return model
 
 
 def token_rows(tokens: NDArray[np.integer[Any]], step: int, batch: int) -> Rows:

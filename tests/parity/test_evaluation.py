@@ -16,7 +16,7 @@ from tests.parity.launched import launched
 
 pytestmark = pytest.mark.launch
 
-_LAYOUTS: dict[str, dict[str, int]] = {
+_LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline": 2},
     "pp2-tp2": {"pipeline": 2, "tensor": 2},
     "pp2-dp2": {"pipeline": 2, "data": 2},

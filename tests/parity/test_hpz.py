@@ -30,6 +30,11 @@ _ON_FOUR: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "bf16-full": {"precision": "bf16", "checkpointing": "full", "accumulation": 3},
 }
+_ON_EIGHT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"checkpointing": "full"},
+    "bf16": {"precision": "bf16"},
+}
 CASES: dict[str, Case] = {
     f"{model}-{name}": dataclasses.replace(
         Case(model=model, data=4, zero_stage=3, nodes=2), **fields
@@ -41,11 +46,7 @@ CASES: dict[str, Case] = {
         Case(model=model, tensor=2, data=4, zero_stage=3, nodes=2), **fields
     )
     for model in ("llama", "gpt2")
-    for name, fields in {
-        "plain": {},
-        "full": {"checkpointing": "full"},
-        "bf16": {"precision": "bf16"},
-    }.items()
+    for name, fields in _ON_EIGHT.items()
 }
 SAMPLE = ("gpt2-accumulation4",)
 

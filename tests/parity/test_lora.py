@@ -46,19 +46,20 @@ from tests.parity.reference import initial_model
 
 pytestmark = pytest.mark.launch
 
+_KEYS: dict[str, dict[str, Any]] = {
+    "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "full-zero1": {"zero_stage": 1, "checkpointing": "full"},
+    "full-zero3": {"zero_stage": 3, "checkpointing": "full"},
+    "chunked-zero2": {"zero_stage": 2, "loss": "chunked"},
+    "chunked-zero3": {"zero_stage": 3, "loss": "chunked"},
+}
 CASES: dict[str, Case] = {
     f"{model} {name}": dataclasses.replace(Case(model=model, data=2, lora_rank=4), **fields)
     for model in ("llama", "gpt2", "llama-tied", "qwen2", *MIXTURES)
-    for name, fields in {
-        "zero0": {"zero_stage": 0},
-        "zero1": {"zero_stage": 1},
-        "zero2": {"zero_stage": 2},
-        "zero3": {"zero_stage": 3},
-        "full-zero1": {"zero_stage": 1, "checkpointing": "full"},
-        "full-zero3": {"zero_stage": 3, "checkpointing": "full"},
-        "chunked-zero2": {"zero_stage": 2, "loss": "chunked"},
-        "chunked-zero3": {"zero_stage": 3, "loss": "chunked"},
-    }.items()
+    for name, fields in _KEYS.items()
 }
 SAMPLE = (
     "llama zero0",

@@ -34,7 +34,7 @@ from tests.parity.reference import initial_model, train
 
 def write_documents(folder: Path, total: int) -> list[bytes]:
     folder.mkdir(parents=True)
-    random, documents = np.random.default_rng(5), []
+    random, documents = np.random.default_rng(5), list[bytes]()
     while sum(map(len, documents)) < total:
         documents.append(bytes(random.integers(32, 127, random.integers(1, 40)).tolist()))
     for i, document in enumerate(documents):

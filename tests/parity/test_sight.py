@@ -197,8 +197,8 @@ def test_checkpoints_go_on_in_another_layout_and_export(tmp_path: Path) -> None:
     ]
     text = processor.apply_chat_template(question, add_generation_prompt=True)
     assert text == "<user><image>What is it?\n<assistant>"
-    (name, *_) = sorted((tmp_path / "pictures").iterdir())
-    inputs = processor(text=[text], images=[Image.open(name).convert("RGB")], return_tensors="pt")
+    (file, *_) = sorted((tmp_path / "pictures").iterdir())
+    inputs = processor(text=[text], images=[Image.open(file).convert("RGB")], return_tensors="pt")
     assert model(**inputs).logits.isfinite().all()
     said = must(
         shardwright(

@@ -50,7 +50,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]
         timeout=300,
     )
     assert out.exists(), result.stdout[-2000:] + result.stderr[-2000:]
-    return json.loads(out.read_text())
+    found: dict[str, list[float]] = json.loads(out.read_text())
+    return found
 
 
 @pytest.mark.launch

@@ -8,6 +8,8 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -32,9 +34,11 @@ def ours(style: str) -> Layer:
     """What the runtime makes of a plain linear."""
 
     def cut(linear: nn.Linear, group: dist.ProcessGroup) -> nn.Module:
-        dimensions = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}}[
-            style
-        ]
+        styles: dict[str, dict[str, int | None]] = {
+            "colwise": {"weight": 0, "bias": 0},
+            "rowwise": {"weight": 1, "bias": None},
+        }
+        dimensions = styles[style]
         splits = []
         for leaf, parameter in linear.named_parameters():
             shape, dimension = tuple(parameter.shape), dimensions[leaf]
@@ -66,11 +70,11 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 class _StridedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
         return strided(g)
 
 
@@ -82,12 +86,12 @@ def column_backward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linea
     # F.linear's own backward yields a contiguous dX; a strided one is what HF's transposed views
     # produce.
     linear, matmul = F.linear, torch.matmul
-    F.linear = lambda a, w, b=None: linear(_StridedGradient.apply(a), w, b)
-    torch.matmul = lambda a, b: matmul(_StridedGradient.apply(a), b)
-    try:
+    stride_gradient: Callable[..., torch.Tensor] = _StridedGradient.apply
+    with (
+        patch.object(F, "linear", lambda a, w, b=None: linear(stride_gradient(a), w, b)),
+        patch.object(torch, "matmul", lambda a, b: matmul(stride_gradient(a), b)),
+    ):
         got = torch.autograd.grad(layer(x).square().sum(), x)[0]
-    finally:
-        F.linear, torch.matmul = linear, matmul
     return max_abs_diff(got, wanted)
 
 
@@ -96,12 +100,11 @@ def row_forward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linear) -
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(2))
     wanted, rank = plain(x), dist.get_rank(group)
     linear, matmul = F.linear, torch.matmul
-    F.linear = lambda a, w, b=None: strided(linear(a, w, b))
-    torch.matmul = lambda a, b: strided(matmul(a, b))
-    try:
+    with (
+        patch.object(F, "linear", lambda a, w, b=None: strided(linear(a, w, b))),
+        patch.object(torch, "matmul", lambda a, b: strided(matmul(a, b))),
+    ):
         got = layer(x[..., rank * 4 : rank * 4 + 4].contiguous())
-    finally:
-        F.linear, torch.matmul = linear, matmul
     return max_abs_diff(got, wanted)
 
 
@@ -110,7 +113,7 @@ def requires_grad(group: dist.ProcessGroup, kind: Layer) -> float:
     ds_layers.set_autotp_mode(training=False)
     layer = kind(nn.Linear(8, 8), group)
     ds_layers.set_autotp_mode(training=True)
-    return float(layer.weight.requires_grad)
+    return float(layer.get_parameter("weight").requires_grad)
 
 
 def gradient_norms(group: dist.ProcessGroup, plain: nn.Linear) -> list[float]:
@@ -122,12 +125,16 @@ def gradient_norms(group: dist.ProcessGroup, plain: nn.Linear) -> list[float]:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
     plain.zero_grad()
     plain(x).square().sum().backward()
-    wanted = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm().item()
+    wanted = (
+        torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+        .norm()
+        .item()
+    )
     layer = column(copy.deepcopy(plain), group)
     layer(x).square().sum().backward()
     marked = float(clip_grad_norm_(layer.parameters(), 1e9, mpu=grid))
     for p in layer.parameters():
-        del p.tensor_model_parallel
+        delattr(p, "tensor_model_parallel")
     unmarked = float(clip_grad_norm_(layer.parameters(), 1e9, mpu=grid))
     return [wanted, marked, unmarked]
 

@@ -249,7 +249,7 @@ def train(
         balance = (
             coefficient * routers.take([len(row) for row in rows]) if routers else torch.zeros(())
         )
-        (loss + balance).backward()  # type: ignore[no-untyped-call]
+        (loss + balance).backward()
         for name, p in live.items():
             if p.grad is not None:
                 used.add(name)

@@ -18,6 +18,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def write_part(case: Case, r: random.Random, folder: Path, part: dict[str, Any],
         for number in range(rows * 3):
             (folder / "data" / f"{number:04d}.txt").write_text(text_of(r, length))
         return
-    lines = []
+    lines: list[dict[str, str | list[dict[str, str]]]] = []
     for _ in range(rows * 4):
         if kind == "jsonl":
             lines.append({"text": text_of(r, length)})
@@ -391,10 +392,11 @@ def begin(engine: str) -> None:
     from shardwright.models.layer_trace import ModelTrace
 
     # What the layers cost is no matter here, and takes longer than the steps.
-    graph_trace.trace_model = lambda model, cut, attention: ModelTrace(
-        layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
-        context=(),
-    )
+    def untraced(model: Any, cut: Any, attention: str) -> ModelTrace:
+        layers = len(list(model.get_submodule(cut.stack).children())) + 2
+        return ModelTrace(layers=("not here",) * layers, context=())
+
+    patch.object(graph_trace, "trace_model", untraced).start()
     if engine == "megatron":
         from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 

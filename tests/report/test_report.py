@@ -320,7 +320,7 @@ def prepared(folder: Path) -> Path:
 
 def test_the_validation_curve_is_drawn(small: Path, tmp_path: Path) -> None:
     folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60)
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"step": k, "loss": 3 - k / 40, "perplexity": 2.0, "tokens": 9, "seconds": 1, "attempt": 1}
         for k in (20, 40)
     ]

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class SleepingChunk(nn.Module):
 
     def forward(self) -> torch.Tensor:
         x = torch.zeros(1, 1, WIDTH) if self.arrived is None else self.arrived
-        return Sleep.apply(x * self.scale, self)
+        sleep: Callable[..., torch.Tensor] = Sleep.apply
+        return sleep(x * self.scale, self)
 
 
 def _loss(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

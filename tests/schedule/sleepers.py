@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class SleepingStage(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(x * self.scale, self)
+        sleep: Callable[..., torch.Tensor] = Sleep.apply
+        return sleep(x * self.scale, self)
 
 
 def build(schedule: str, ranks: int, micro_batches: int) -> Any:

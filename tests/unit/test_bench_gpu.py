@@ -116,7 +116,7 @@ def test_a_piece_goes_on_with_the_one_before(
     # Another card, another file; and another recipe is run anew.
     bench(file, "h100-sxm-80gb", "NVIDIA H100 80GB HBM3", 600, said.append, first[:1])
     assert list(json.loads(file.read_text())["layouts"]) == first[:1]
-    monkeypatch.setitem(bench_module.LAYOUTS, first[0], LAYOUTS[first[1]])
+    monkeypatch.setitem(LAYOUTS, first[0], LAYOUTS[first[1]])
     assert len(ran) == len(LAYOUTS) + 1
     bench(file, "h100-sxm-80gb", "NVIDIA H100 80GB HBM3", 600, said.append, first[:1])
     assert len(ran) == len(LAYOUTS) + 2

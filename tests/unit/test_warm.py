@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,16 +26,17 @@ sys.exit(7)
 """  # noqa: E501
 
 
-def started(script: Path, *words: str, **keywords: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def started(script: Path, *words: str, **keywords: Any) -> subprocess.Popen[str]:
+    process: subprocess.Popen[str] = subprocess.Popen(
         [sys.executable, "-u", str(script), *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**warm.environment(), "OWN": "this one's"},
-        **keywords,  # type: ignore[call-overload]
+        **keywords,
     )
+    return process
 
 
 def test_it_is_as_if_the_asker_had_run_it(tmp_path: Path) -> None:

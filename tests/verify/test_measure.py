@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def measured(
         lambda path: next(runs if path.name == Path(METRICS_FILE).name else evaluations),
     )
     monkeypatch.setattr(layout_verification, "_exported", lambda plan, out, target: next(exports))
-    monkeypatch.setattr(layout_verification.shutil, "rmtree", lambda path: None)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
     plan: Any = SimpleNamespace(
         ranks=(), lora=None, checkpoint=SimpleNamespace(directory="checkpoints")
     )

@@ -189,7 +189,7 @@ def test_the_tiny_layout_keeps_every_kind_of_parallelism() -> None:
 
 
 def test_the_tiny_model_keeps_what_tensor_ranks_do_apart_from_sizes() -> None:
-    config = {
+    config: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": 32000,
         "num_attention_heads": 32,
@@ -214,7 +214,11 @@ def test_the_tiny_model_keeps_what_tensor_ranks_do_apart_from_sizes() -> None:
 def test_the_tiny_model_is_on_the_recipes_side_of_a_rotary_switch(
     length: int, inside: bool
 ) -> None:
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [2.0] * 48,
+    }
     config: dict[str, Any] = {"model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 32}
     config |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     small: Any = tiny_config({**config, "rope_parameters": rope}, strategy(), length)

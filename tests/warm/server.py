@@ -161,7 +161,7 @@ def run(command: list[str], folder: str, environment: dict[str, str], parent: in
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    os.getppid = lambda: parent  # type: ignore[assignment]
+    os.getppid = lambda: parent
     sys.orig_argv[:] = command
     words = command[1:]
     flags = set()

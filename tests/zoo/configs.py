@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -316,11 +317,11 @@ def _first_then_rest(value: Json) -> Json:
     return kinds + kinds[-1:] * (LAYERS - len(kinds))
 
 
-def build(model_type: str, seed: int = 0) -> torch.nn.Module:
+def build(model_type: str, seed: int = 0) -> Any:
     """The tiny model of a type on the CPU in fp32, train mode, weights drawn from the seed."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**tiny_config(model_type, seed))
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.train()
     return model

@@ -113,11 +113,11 @@ def _sections(table: dict[str, Json], text: dict[str, Json]) -> dict[str, Json]:
     return {**table, "mrope_section": [*rest, half - sum(rest)]}
 
 
-def build_seeing(model_type: str, seed: int = 0) -> torch.nn.Module:
+def build_seeing(model_type: str, seed: int = 0) -> Any:
     """The tiny model on the CPU in fp32, train mode, weights drawn from the seed."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**sight_config(model_type))
-    model: torch.nn.Module = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.train()
     return model

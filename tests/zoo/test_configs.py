@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.zoo import configs
+from tests.zoo import configs, overrides
 
 SEED = 20
 SAMPLE = 20
@@ -16,7 +17,7 @@ SEQUENCE = 24
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,11 +51,11 @@ def check(model_type: str) -> None:
 
 
 def test_every_type_is_here_once() -> None:
-    assert set(configs.IMPOSSIBLE) <= set(configs.TYPES)
+    assert set(overrides.IMPOSSIBLE) <= set(configs.TYPES)
     assert (
         len(configs.TYPES)
         == len(set(configs.TYPES))
-        == len(configs.RUNNABLE) + len(configs.IMPOSSIBLE)
+        == len(configs.RUNNABLE) + len(overrides.IMPOSSIBLE)
     )
     with pytest.raises(KeyError, match="timm"):
         configs.tiny_config("gemma3n")

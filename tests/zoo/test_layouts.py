@@ -18,8 +18,9 @@ import pytest
 from shardwright.diagnostics import Refusal
 from shardwright.models.graph_builder import build_model_graph
 from tests.unit.models.factory import model_section
-from tests.zoo.configs import IMPOSSIBLE, RUNNABLE, VARIANTS, base_type
+from tests.zoo.configs import RUNNABLE, base_type
 from tests.zoo.launch import run_types, verdict
+from tests.zoo.overrides import IMPOSSIBLE, VARIANTS
 
 pytestmark = pytest.mark.launch
 

@@ -239,7 +239,7 @@ def main() -> None:
         for name, (those, found) in left_out(cases, around, engine_of).items()
     }
     hardware = left_out(first, around, hardware_of)
-    document = {
+    document: dict[str, Any] = {
         "left_out": first_out,
         "left_out_mean": project_mean(first_out),
         "engines_left_out": engines_out,

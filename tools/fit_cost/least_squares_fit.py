@@ -64,7 +64,7 @@ def time_target(case: Case) -> float | None:
         return None
     if is_engine_row(row):
         return _engine_target(row)
-    seconds = score.step_seconds(row)
+    seconds: float | None = score.step_seconds(row)
     rate = row["measured"]["tflops_per_gpu"]
     if seconds or not rate or row["parallel"]["zero_stage"] == 3:
         return seconds
@@ -74,7 +74,7 @@ def time_target(case: Case) -> float | None:
     flops = (
         96 * batch * length * layers * hidden**2 * correction
     )  # arXiv 2104.04473, with full recomputation
-    return flops / (rate * 1e12 * case.cluster.world_size)
+    return float(flops / (rate * 1e12 * case.cluster.world_size))
 
 
 def _engine_target(row: Row) -> float | None:
@@ -85,7 +85,8 @@ def _engine_target(row: Row) -> float | None:
     number = row["id"].rpartition("-")[2]
     if (engine == "InternEvo" and nodes > 1) or (engine == "nanotron" and int(number) % 3):
         return None
-    return score_engines.seconds(row)
+    seconds: float | None = score_engines.seconds(row)
+    return seconds
 
 
 def memory_target(case: Case) -> float | None:

@@ -11,7 +11,6 @@ import enum
 import inspect
 import json
 import os
-import sys
 import types
 import typing
 from pathlib import Path
@@ -276,4 +275,4 @@ def schedulers() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -78,7 +78,7 @@ def module(folder: Path) -> Any:
 def written(arguments: Any) -> str:
     """options.json: option -> [how many values, their type, the words that it takes]."""
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    found = {}
+    found: dict[str, Any] = {}
     for action in parser._actions:
         kind = {int: "int", float: "float"}.get(action.type, "text")
         count = 1 if action.nargs is None else action.nargs

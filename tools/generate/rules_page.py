@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.code_registry import CODES
@@ -44,7 +45,7 @@ PLAIN = Layout(
     schedule="1f1b",
     offload="none",
 )
-CHANGES: tuple[dict[str, object], ...] = (
+CHANGES: tuple[dict[str, Any], ...] = (
     {},
     *({"tensor": t, "data": 16 // t if 16 % t == 0 else 1} for t in (3, 5, 8, 16)),
     *({"pipeline": 4, "data": 4, "zero_stage": z} for z in (0, 1, 3)),
@@ -138,7 +139,7 @@ def _rule(code: str, rule: Rule) -> list[str]:
     reads = (
         ", ".join(f"`{name}`" for name in sorted(rule.reads)) or "none: the recipe alone decides it"
     )
-    doc = " ".join(inspect.getdoc(rule.check).split()) if rule.check.__doc__ else ""
+    doc = " ".join((inspect.getdoc(rule.check) or "").split())
     lines += [f"{doc}\n"] if doc else []
     lines += [f"Keys of the layout that decide it: {reads}."]
     if found is not None:
@@ -169,7 +170,7 @@ def examples() -> dict[str, Diagnostic]:
 
 def subjects() -> Iterator[Candidate]:
     for source, recipe, change in itertools.product(MODELS, recipes(), CHANGES):
-        strategy = dataclasses.replace(PLAIN, **change)  # type: ignore[arg-type]
+        strategy = dataclasses.replace(PLAIN, **change)
         pins = dataclasses.replace(recipe.parallelism, expert=strategy.expert)
         graph, pinned = build_model_graph(model_section(source=source)), recipe.model.attention
         yield Candidate(

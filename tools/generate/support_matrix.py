@@ -83,10 +83,13 @@ def _measured(
     wanted: dict[str, tuple[str, str]], benchmarks: Path
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
     """(column -> type -> case, column -> what is said of it)"""
-    measured, columns = {}, {}
+    measured: dict[str, dict[str, Any]] = {}
+    columns: dict[str, dict[str, str]] = {}
     for column, (name, layout) in wanted.items():
         path = benchmarks / f"{name}.json"
-        document = json.loads(path.read_text()) if path.exists() else {"cases": {}, "date": ""}
+        document: dict[str, Any] = {"cases": {}, "date": ""}
+        if path.exists():
+            document = json.loads(path.read_text())
         measured[column] = document["cases"]
         columns[column] = {"benchmark": name, "layout": layout, "date": document["date"]}
     return measured, columns

@@ -148,7 +148,7 @@ def _entry(model_type: str) -> dict[str, Any]:
         keys = {name: kinds(default, name) for name in sorted(own)} | dict.fromkeys(
             sorted(read), config_schema.ANY_VALUE
         )
-        entry = {
+        entry: dict[str, Any] = {
             "keys": keys,
             "aliases": dict(sorted(config_class.attribute_map.items())),
             "sizes": sizes,

@@ -211,9 +211,8 @@ class Ledger:
         return {test for test, line in self.outcomes().items() if line["outcome"] == "passed"}
 
     def passed_seconds(self) -> float:
-        return sum(
-            line["seconds"] for line in self.outcomes().values() if line["outcome"] == "passed"
-        )
+        passed = (line for line in self.outcomes().values() if line["outcome"] == "passed")
+        return float(sum(line["seconds"] for line in passed))
 
     def publish(self, outcome: str) -> None:
         """Writes the piece's line of prove.json and, where all passed, its benchmarks/AREA.json."""

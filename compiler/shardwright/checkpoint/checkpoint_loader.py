@@ -169,7 +169,8 @@ class CheckpointReader:
         try:
             if number not in self._files:
                 self._files[number] = safe_open(self.folder / name, framework="pt", device="cpu")
-            return self._files[number].get_slice(key)[first:last]
+            rows: torch.Tensor = self._files[number].get_slice(key)[first:last]
+            return rows
         except (OSError, SafetensorError) as error:
             raise self.incomplete_checkpoint(f"{name} cannot be read ({error})") from None
 

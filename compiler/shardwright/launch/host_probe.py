@@ -394,7 +394,7 @@ def _rendezvous(meeting: RendezvousRequest) -> RendezvousResult:
 
     import torch
     from torch import distributed
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     from shardwright.launch.link_bandwidth import measure
 

@@ -71,7 +71,7 @@ class RankMonitor:
     def join(self) -> None:
         """Finds rank 0 through torch's rendezvous store. Raises Refusal where it cannot be
         reached."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.phase = f"waiting for rank 0 at {address}:{port}"

@@ -63,7 +63,8 @@ def heads_all_to_all(
     The split dimension must divide by the ranks; parts are in rank order. The gradient takes the
     reverse way.
     """
-    return _HeadsAllToAll.apply(x, split, join, group)
+    exchange: Callable[..., torch.Tensor] = _HeadsAllToAll.apply
+    return exchange(x, split, join, group)
 
 
 # A model's own attention function, on all tokens of a sequence and a share of its heads.

@@ -75,7 +75,8 @@ def token_all_to_all(
 
     Collective, also in the backward pass.
     """
-    return _TokenAllToAll.apply(rows, sent, received, group)
+    exchange: Callable[..., torch.Tensor] = _TokenAllToAll.apply
+    return exchange(rows, sent, received, group)
 
 
 class _TokenAllToAll(torch.autograd.Function):

@@ -8,7 +8,7 @@ input itself, which a model must not write into.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -151,13 +151,14 @@ def copy_to_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     Modules that take the same tensor in turn, as queries, keys and values do, add up their
     gradients and share one all-reduce.
     """
+    enter: Callable[..., torch.Tensor] = _CopyToTensorRegion.apply
     if not torch.is_grad_enabled():
-        return _CopyToTensorRegion.apply(x, group)
+        return enter(x, group)
     for last in _LAST_ENTERED:
         versions = (x._version, last.entered._version)
         if last.x is x and last.group is group and last.versions == versions:
             return last.entered
-    entered: torch.Tensor = _CopyToTensorRegion.apply(x, group)
+    entered = enter(x, group)
     _LAST_ENTERED[:] = [_EnteredTensor(group, x, entered, (x._version, entered._version))]
     return entered
 
@@ -172,14 +173,16 @@ def mark_sharded_features(y: torch.Tensor) -> torch.Tensor:
 def reduce_from_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce forward; pass the gradient unchanged backward."""
     TENSOR_PARALLEL_RNG.leave()
-    return _ReduceFromTensorRegion.apply(x, group)
+    reduce: Callable[..., torch.Tensor] = _ReduceFromTensorRegion.apply
+    return reduce(x, group)
 
 
 def gather_from_tensor_region(
     x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Gather (..., own width) to (..., sum of sizes) on every rank."""
-    return _GatherFromTensorRegion.apply(x, sizes, group)
+    gather: Callable[..., torch.Tensor] = _GatherFromTensorRegion.apply
+    return gather(x, sizes, group)
 
 
 def slice_for_rank(
@@ -274,4 +277,5 @@ def vocabulary_parallel_cross_entropy(
 
     first: the vocabulary id of this rank's first logit
     """
-    return _CrossEntropy.apply(logits, target, first, ignored, group)
+    cross_entropy: Callable[..., torch.Tensor] = _CrossEntropy.apply
+    return cross_entropy(logits, target, first, ignored, group)

@@ -89,7 +89,7 @@ class ExperimentTrackers:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = resumed_step + 1 if resumed_step else None
-        writer: Any = SummaryWriter(str(folder / "run" / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+        writer: Any = SummaryWriter(str(folder / "run" / "tensorboard"), purge_step=purge)
         self._closers.append(writer.close)
 
         def log(step: int, values: Mapping[str, float]) -> None:

@@ -99,7 +99,7 @@ def train(
     losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):
         loss = mean_loss(model, rows, own_loss=own_loss, balance=balance)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.accumulate_master_gradients()
         rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
         norms.append(optimizer.step(rate))

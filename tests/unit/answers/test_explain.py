@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,9 +38,8 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
 def test_a_graph_comes_back_as_it_was(source: str) -> None:
     text = graph_to_json(shipped(source))
     assert graph_from_json(text) == shipped(source)
-    blocks = (
-        0 if shipped(source).vision is None else len(shipped(source).vision.layers)
-    )  # of a tower, each written out
+    vision = shipped(source).vision
+    blocks = 0 if vision is None else len(vision.layers)  # of a tower, each written out
     assert len(text) < (64 + 2 * blocks) * 1024
 
 
@@ -140,8 +138,8 @@ def test_what_does_not_run_is_taken_apart_all_the_same(
 @pytest.fixture
 def compiled(write_recipe: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     assert main(["compile", str(write_recipe()), "-o", str(tmp_path / "built")]) == 0
-    return shutil.move(
-        tmp_path / "built", tmp_path / "elsewhere"
+    return (tmp_path / "built").rename(
+        tmp_path / "elsewhere"
     )  # nothing of it knows where it was made
 
 

@@ -18,7 +18,7 @@ from shardwright.cost.layout_costs import break_down
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
 from shardwright.recipe.measurements import MeasuredMachine, Measurements
 from shardwright.search.layout_resolution import estimate_layout, price_planned_layout
 from tests.unit.calibrate.files import engine, figure, layer, measurements, problem, ran
@@ -121,11 +121,12 @@ def test_a_repeated_forward_pass_has_the_hooks_of_zero_3_again() -> None:
             measurements(engine=(engine(stage),)),
             measurements(engine=(engine(stage, layer=0.25),)),
         )
-        for choice, repeated in (
+        choices: list[tuple[Checkpointing | PartialCheckpointing, int]] = [
             ("none", 0),
             (PartialCheckpointing(full=1), 1),
             ("full", LAYERS - 2),
-        ):
+        ]
+        for choice, repeated in choices:
             s = dataclasses.replace(ONE, zero_stage=stage, activation_checkpointing=choice)
             more = estimate(hooked, s).time.step_seconds - estimate(plain, s).time.step_seconds
             layers = LAYERS - 2 + again * repeated

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,8 @@ def test_an_interrupt_ends_the_run_and_is_raised_again(
         raise KeyboardInterrupt
 
     faked(monkeypatch, "import time; time.sleep(60)")
-    monkeypatch.setattr(tuning.subprocess, "Popen", remembered)
-    monkeypatch.setattr(tuning.time, "sleep", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", remembered)
+    monkeypatch.setattr(time, "sleep", interrupted)
     (tmp_path / "out").mkdir()
     with pytest.raises(KeyboardInterrupt):
         launch(tmp_path / "out", 4, 60.0)

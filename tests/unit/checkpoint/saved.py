@@ -44,7 +44,8 @@ def write_checkpoint(
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     whole = torch.arange(24.0).view(6, 4) if whole is None else whole
-    shards, files = [], []
+    shards: list[tuple[Fragment, ...]] = []
+    files: list[SavedFile] = []
     places = range(max(1, len(split.sizes) // split.copies))
     for part, shard in itertools.product(whole.chunk(experts), places):
         flat = cut(split, part, shard * split.copies).reshape(-1)

@@ -53,15 +53,14 @@ def flip(path: Path) -> None:
 
 
 WEIGHTS = "rank-00000-000.safetensors"
+THREE = (WEIGHTS, "plan.json", "model/config.json")
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (lambda step: flip(step / WEIGHTS), [WEIGHTS]),
-        (lambda step: [flip(step / name) for name in (WEIGHTS, "plan.json", "model/config.json")], [
-            WEIGHTS, "plan.json", "model/config.json",
-        ]),
+        (lambda step: list(map(flip, map(step.joinpath, THREE))), [*THREE]),
         (lambda step: [(step / name).unlink() for name in (WEIGHTS, "plan.json")], [WEIGHTS, "plan.json"]),  # noqa: E501
         (lambda step: (step / "model" / "tokenizer.json").symlink_to("/etc/hostname"), ["model/tokenizer.json"]),  # noqa: E501
         (lambda step: (step / "model" / "generation_config.json").write_text("{}"), ["model/generation_config.json"]),  # noqa: E501

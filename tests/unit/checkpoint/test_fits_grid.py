@@ -144,7 +144,7 @@ def test_diff_and_run_agree_on_every_pair(folders: dict[str, Path]) -> None:
 def test_another_tokenizer_in_a_mixture_is_seen_by_both(
     write_recipe: Callable[..., Path], tmp_path: Path, byte_level: Path
 ) -> None:
-    made = {}
+    made: dict[str, Path] = {}
     for name in ("byte", str(byte_level)):
         part = {"kind": "text", "path": "corpus.txt", "tokenizer": name, "weight": 1.0}
         (tmp_path / "corpus.txt").write_text("a text of its own " * 100)

@@ -49,8 +49,13 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def empty(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
 RANK = "rank-00000-000.safetensors"
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a truncated shard": (lambda step: truncate(step / RANK), f"{RANK} has "),
     "one flipped bit": (lambda step: flip(step / RANK), f"{RANK} is damaged"),
     "a missing shard": (lambda step: (step / RANK).unlink(), f"{RANK} is missing"),
@@ -58,10 +63,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "half a manifest": (lambda step: truncate(step / MANIFEST), ""),
     "no checksums": (lambda step: (step / CHECKSUMS).unlink(), f"{CHECKSUMS} is missing"),
     "a changed plan": (lambda step: flip(step / "plan.json"), "plan.json is damaged"),
-    "an empty folder": (
-        lambda step: (shutil.rmtree(step), step.mkdir())[0],
-        f"{MANIFEST} is missing",
-    ),
+    "an empty folder": (empty, f"{MANIFEST} is missing"),
 }
 
 

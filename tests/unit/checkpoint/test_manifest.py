@@ -37,7 +37,8 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
 
 
 def fragment(document: dict[str, Any]) -> dict[str, Any]:
-    return document["tensors"]["w"]["shards"][0][0]
+    shard: dict[str, Any] = document["tensors"]["w"]["shards"][0][0]
+    return shard
 
 
 HOSTILE: dict[str, Callable[[Path], object]] = {

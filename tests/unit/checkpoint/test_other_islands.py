@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def island(out: Path, number: int, *steps: int) -> Path:
     return folder
 
 
-def of_an_island(plan: Plan, **changes: int) -> Plan:
+def of_an_island(plan: Plan, **changes: Any) -> Plan:
     return dataclasses.replace(plan, outer=dataclasses.replace(OUTER, **changes))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def trained(write_recipe: Callable[..., Path], tmp_path: Path) -> Callable[..., 
     return compile
 
 
-def noted(step: Path, **about: object) -> Path:
+def noted(step: Path, **about: Any) -> Path:
     write_manifest(step, dataclasses.replace(read_manifest(step), **about))
     return step
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compile import compiled_folder
 from shardwright.compile.compiled_folder import MARKER, MARKER_TEXT, write_folder
 from shardwright.diagnostics import Refusal
 from tests.privileges import bound_by_permissions
@@ -161,7 +160,7 @@ def test_cut_off_between_two_files_is_still_ours(
         original(source, target)
 
     original = os.replace
-    monkeypatch.setattr(compiled_folder.os, "replace", replace_once)
+    monkeypatch.setattr(os, "replace", replace_once)
     assert refused(tmp_path / "out") == "SW5103"
     monkeypatch.undo()
     write_folder(tmp_path / "out", FILES)
@@ -197,7 +196,7 @@ def test_cut_off_leaves_no_plan_of_a_mixture(
         original(source, target)
 
     original = os.replace
-    monkeypatch.setattr(compiled_folder.os, "replace", replace_until_launch)
+    monkeypatch.setattr(os, "replace", replace_until_launch)
     with pytest.raises(KeyboardInterrupt):
         write_folder(out, {**FILES, "model/config.json": b"new", "plan.json": b"new"})
     assert not (out / "plan.json").exists()

@@ -12,7 +12,7 @@ from shardwright.cost.layer_shapes import activations
 from shardwright.cost.layer_times import layer_seconds
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.models.model_graph import saved_activations_entry
-from shardwright.recipe.literal_types import CHECKPOINTING
+from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
 from tests.unit.cost.test_estimate import change, estimate
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
 
@@ -20,7 +20,7 @@ LENGTH = 4096
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_the_models_own_kernels_keep_what_was_traced(checkpointing: str) -> None:
+def test_the_models_own_kernels_keep_what_was_traced(checkpointing: Checkpointing) -> None:
     graph = graph_of(LLAMA_8B)
     found = activations(graph, LENGTH, 2, checkpointing, "auto")
     entry = saved_activations_entry(graph.layers[1].kept, checkpointing, 2, LENGTH)

@@ -9,6 +9,7 @@ import pytest
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout, chunk_length
 from shardwright.layout.layout_estimate import Estimate
+from shardwright.recipe.literal_types import Objective
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change
@@ -17,7 +18,7 @@ from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 LENGTH, VOCABULARY = 8192, 128_256
 
 
-def recipe(*, objective: str = "throughput") -> Recipe:
+def recipe(*, objective: Objective = "throughput") -> Recipe:
     found = recipe_of(
         LLAMA_8B, cluster={"gpu": "h100-sxm-80gb"}, training={"sequence_length": LENGTH}
     )

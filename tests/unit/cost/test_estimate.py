@@ -16,7 +16,7 @@ from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing, Schedule
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_layout, with_stages_assigned
 from shardwright.search.rule_registry import check_layout
@@ -90,8 +90,8 @@ def test_identities(
     zero_stage: int,
     micro_batch: int,
     accumulation: int,
-    checkpointing: str,
-    schedule: str,
+    checkpointing: Checkpointing,
+    schedule: Schedule,
     virtual_stages: int,
     sequence_parallel: bool,
     kernels: str,
@@ -237,9 +237,9 @@ def test_parameters_of_a_tensor_rank(degree: int) -> None:
         .parameters_bytes
         == 2 * llama
     )
-    h, v, positions, layers = (
-        SMALL_GPT2[k] for k in ("n_embd", "vocab_size", "n_positions", "n_layer")
-    )
+    h, v, positions, layers = 64, 259, 128, 4
+    sizes = ("n_embd", "vocab_size", "n_positions", "n_layer")
+    assert [SMALL_GPT2[k] for k in sizes] == [h, v, positions, layers]
     cut = 3 * h * h + 3 * h + h * h + 4 * h * h + 4 * h + 4 * h * h
     gpt2 = -(-v // degree) * h + positions * h + 2 * h + layers * (cut / degree + 2 * h + 4 * h)
     assert (
@@ -257,12 +257,8 @@ def test_days_hours_and_money() -> None:
     found = training_estimate(
         recipe.training.step_count_or_zero, resolve_cluster(recipe.cluster), time
     )
-    assert (found.steps, found.days, found.gpu_hours, found.cost) == (
-        100,
-        pytest.approx(1 / 24),
-        8.0,
-        20.0,
-    )
+    assert (found.steps, found.gpu_hours, found.cost) == (100, 8.0, 20.0)
+    assert found.days == pytest.approx(1 / 24)
 
 
 def test_activations_follow_checkpointing_and_micro_batches_in_flight() -> None:

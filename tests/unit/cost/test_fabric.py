@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cost.collective_bandwidth import bandwidth_share, fabrics
+from shardwright.cost.collective_bandwidth import Collective, bandwidth_share, fabrics
 from shardwright.recipe.literal_types import Fabric
 
 EFA = fabrics()["efa"]
 SIZE = EFA["adapter_bytes"]
+
+
+def efa_share(collective: Collective, ranks: int, nodes: int, adapter_bytes: float = SIZE) -> float:
+    """Return EFA's."""
+    found = bandwidth_share("efa", collective, ranks, nodes, adapter_bytes)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("fabric", sorted(fabrics()))
@@ -20,21 +27,18 @@ def test_full_nodes_reach_what_was_measured(fabric: Fabric) -> None:
 
 
 def test_ranks_that_are_spread_over_more_nodes_reach_less() -> None:
-    shares = [bandwidth_share("efa", "all_reduce", 32, nodes, SIZE) for nodes in (4, 8, 16, 32)]
+    shares = [efa_share("all_reduce", 32, nodes) for nodes in (4, 8, 16, 32)]
     assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1]
     # And more than as many full nodes, whose ring is longer.
-    assert shares[-1] > (bandwidth_share("efa", "all_reduce", 256, 32, SIZE) or 1.0)
+    assert shares[-1] > efa_share("all_reduce", 256, 32)
 
 
 def test_larger_messages_reach_more_up_to_the_whole_link() -> None:
-    shares = [
-        bandwidth_share("efa", "all_gather", 64, 8, SIZE * factor)
-        for factor in (1 / 32, 1, 32, 1e6)
-    ]
+    shares = [efa_share("all_gather", 64, 8, SIZE * factor) for factor in (1 / 32, 1, 32, 1e6)]
     assert shares[1] == pytest.approx(0.1725)
     assert shares[0] == pytest.approx(shares[1] / 2) and shares[2] == pytest.approx(2 * shares[1])
     assert shares[3] == pytest.approx(2 * shares[1]), "no more than twice of what was measured"
-    assert bandwidth_share("efa", "all_reduce", 16, 2, SIZE * 1e6) == 1.0
+    assert efa_share("all_reduce", 16, 2, SIZE * 1e6) == 1.0
 
 
 def test_a_fabric_without_a_curve_has_no_share() -> None:

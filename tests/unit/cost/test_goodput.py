@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import random
+from typing import Literal
 
 import pytest
 
@@ -206,12 +207,15 @@ def test_the_nodes_write_every_element_once(strategy: Layout, config: dict[str, 
 
 
 def expected(
-    nodes: int = 2, every: object = None, measured: float | None = None, **cluster: object
+    nodes: int = 2,
+    every: int | Literal["auto"] | None = None,
+    measured: float | None = None,
+    **cluster: object,
 ) -> tuple[Goodput, Recipe]:
     recipe = recipe_of(LLAMA_8B, training={"steps": 20_000}, cluster=cluster)
     recipe = dataclasses.replace(
         recipe, checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=every)
-    )  # type: ignore[arg-type]
+    )
     strategy = dataclasses.replace(BASE, pipeline=1, data=nodes * 4, tensor=2)
     problem = laid_out(strategy, LLAMA_8B, nodes, recipe)
     _, estimate = price_planned_layout(problem, strategy, (0, len(problem.graph.layers)))

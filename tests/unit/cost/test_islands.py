@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile.compiled_folder import price_planned_layout
 from shardwright.compile.recipe_compiler import estimate_recipe
 from shardwright.cost.diloco_costs import DATA_PARALLEL, ISLANDS, inner_step_seconds, islands_cost
 from shardwright.cost.layout_costs import break_down
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.search.rule_registry import check_layout
 from tests.unit.models.factory import SMALL_LLAMA, graph_of
 

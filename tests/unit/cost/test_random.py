@@ -110,15 +110,16 @@ def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Layout]:
 
 def in_reason(estimate: Estimate, recipe: Recipe, cluster: Cluster, *, legal: bool) -> None:
     memory, time, training = estimate.memory, estimate.time, estimate.training
-    for part in (memory, time, training, *memory.stages):
-        for name, value in dataclasses.asdict(part).items():
+    parts = [dataclasses.asdict(memory), dataclasses.asdict(time), dataclasses.asdict(training)]
+    for part in [*parts, *map(dataclasses.asdict, memory.stages)]:
+        for name, value in part.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 assert math.isfinite(value) and value >= (
                     -1e-9 if name == "bubble_fraction" else 0
                 ), (name, value)
-    parts = ("compute", "tensor_comm", "pipeline_comm", "data_comm", "optimizer", "bubble")
+    names = ("compute", "tensor_comm", "pipeline_comm", "data_comm", "optimizer", "bubble")
     assert math.isclose(
-        sum(getattr(time, f"{p}_seconds") for p in parts), time.step_seconds, rel_tol=1e-6
+        sum(getattr(time, f"{p}_seconds") for p in names), time.step_seconds, rel_tol=1e-6
     )
     assert time.step_seconds > 0 and time.compute_seconds > 0
     assert -1e-9 <= time.bubble_fraction < 1

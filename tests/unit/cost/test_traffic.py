@@ -12,6 +12,7 @@ from shardwright.cost import communication_bytes
 from shardwright.cost.communication_bytes import layer_all_reduces, pipeline_sends, step_traffic
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.layout.layout import Layout
+from shardwright.recipe.literal_types import Schedule
 from shardwright.search.layout_resolution import with_stages_assigned
 from tests.unit.cost.test_estimate import BASE, sized
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
@@ -71,7 +72,7 @@ def test_weights_that_stay_whole_take_memory() -> None:
 @pytest.mark.parametrize(
     ("schedule", "ranks"), [("1f1b", [1, 2, 2, 1]), ("dualpipev", [2, 4, 4, 2])]
 )
-def test_messages(schedule: str, ranks: list[int]) -> None:
+def test_messages(schedule: Schedule, ranks: list[int]) -> None:
     s = dataclasses.replace(
         BASE, pipeline=4, data=2, gradient_accumulation_steps=8, schedule=schedule
     )

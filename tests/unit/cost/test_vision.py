@@ -22,6 +22,7 @@ from shardwright.models.model_graph import (
     VisionEncoder,
     VisionLayer,
 )
+from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import DataSection, ImagesSection, Recipe
 from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change
@@ -33,9 +34,10 @@ HIDDEN, INNER = 1280, 3420
 
 
 def layer(name: str, forward: int) -> VisionLayer:
+    sizes: dict[Checkpointing, int] = {"none": 34 * HIDDEN, "full": 2 * HIDDEN}
     kept = [
         SavedVisionActivations(checkpointing=mode, element_bytes=2, bytes=ImageCost(per_patch=size))
-        for mode, size in (("none", 34 * HIDDEN), ("full", 2 * HIDDEN))
+        for mode, size in sizes.items()
     ]
     work = ImageCost(per_patch=forward, per_pair=4 * HIDDEN)
     return VisionLayer(
@@ -150,10 +152,9 @@ def test_a_frozen_tower_goes_forward_alone_and_keeps_nothing() -> None:
     assert vision_encoder_activation_bytes(frozen, graph, "none", 2) == 0
     # The projector's own gradient asks for no block's; the tower's asks for the projector's.
     aligned = vision_encoder_flops(recipe(("vision",)), graph)[1]
-    assert aligned == vision_encoder_flops(recipe(), graph)[1] - sum(
-        4 * block.backward.of(4096)
-        for block in graph.vision.layers[:-1]  # type: ignore[union-attr]
-    )
+    assert graph.vision is not None
+    skipped = [4 * block.backward.of(4096) for block in graph.vision.layers[:-1]]
+    assert aligned == vision_encoder_flops(recipe(), graph)[1] - sum(skipped)
     assert vision_encoder_flops(recipe(("projector",)), graph) == vision_encoder_flops(
         all_of_it, graph
     )

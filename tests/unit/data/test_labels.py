@@ -213,10 +213,10 @@ def test_a_turn_takes_two_renderings(turns: int) -> None:
     ]
     count = 0
 
-    def render(given: list[Any], *, prompt: bool) -> str:
+    def render(messages: list[Any], *, prompt: bool) -> str:
         nonlocal count
         count += 1
-        text = "".join(f"<{m['role']}>{m['content']}</>" for m in given)
+        text = "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
         return text + "<assistant>" * prompt
 
     shape = detect_turn_format(render)

@@ -187,7 +187,7 @@ def test_only_the_first_stage_decodes(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             ImageDecoders,
             "decode",
-            lambda _, pictures, most: [sight_module.decode(p, most) for p in pictures],
+            lambda _, pictures, most, counted=counted: [counted(p, most) for p in pictures],
         )
         batches = TrainingBatches(
             plan,

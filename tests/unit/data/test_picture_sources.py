@@ -142,6 +142,6 @@ def test_an_image_is_what_transformers_loads(tmp_path: Path, name: str) -> None:
     image.save(tmp_path / name, **options)
     expected = load_image(str(tmp_path / name))
     for source in (name, {"bytes": (tmp_path / name).read_bytes()}):
-        found = inspect_image(source, tmp_path)  # type: ignore[arg-type]
+        found = inspect_image(source, tmp_path)
         assert (found.width, found.height) == expected.size
         assert np.array_equal(np.asarray(decode(found, 2**20)), np.asarray(expected))

@@ -229,7 +229,8 @@ def test_conversations_of_the_page_show_the_same_picture() -> None:
     while rest:
         record, end = json.JSONDecoder().raw_decode(rest)
         messages, pictures = extract_images(record.get("images"), record["messages"], "data.md")
-        found.append((pictures, [part["type"] for part in messages[0]["content"]]))  # type: ignore[index, union-attr]
+        content: Any = messages[0]["content"]
+        found.append((pictures, [part["type"] for part in content]))
         rest = rest[end:].strip()
     assert found == [(["cats/1.jpg"], ["image", "text"])] * 2
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,9 +67,12 @@ def test_two_writers_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     p = plan(part("text", corpus(tmp_path)))
     made: list[int] = []
     finish = DocumentWriter.finish
-    monkeypatch.setattr(
-        DocumentWriter, "finish", lambda self, **k: (made.append(1), finish(self, **k))[1]
-    )
+
+    def counted(self: DocumentWriter, **keywords: Any) -> Any:
+        made.append(1)
+        return finish(self, **keywords)
+
+    monkeypatch.setattr(DocumentWriter, "finish", counted)
     threads = [
         threading.Thread(target=prepare, args=(p, tmp_path), kwargs={"limit_bytes": None})
         for _ in range(4)

@@ -12,6 +12,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,10 +232,9 @@ def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
 
     write(("city", "Paris"), ("days", "3"))
     ((record, _, _),) = records(str(tmp_path / "a.parquet"), RecordCounts())
-    assert record["messages"][1]["tool_calls"][0]["function"]["arguments"] == {
-        "city": "Paris",
-        "days": "3",
-    }  # type: ignore
+    messages: Any = record["messages"]
+    arguments = messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"city": "Paris", "days": "3"}
     write(("city", "Paris"), ("city", "Rome"))
     with pytest.raises(Refusal, match=r"SW6117.*duplicate"):
         list(records(str(tmp_path / "a.parquet"), RecordCounts()))

@@ -436,7 +436,9 @@ def test_output_that_nobody_reads_costs_no_outer_step(
 def test_a_handshake_has_one_deadline_however_often_a_byte_comes(
     running: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(outer_store_channel.open_channel.__kwdefaults__, "within", 0.6)
+    defaults = outer_store_channel.open_channel.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "within", 0.6)
     here = running()
     host, port = here.address.split(":")
     began, sent = time.monotonic(), 0

@@ -14,8 +14,8 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Diagnostic
+from shardwright.engines.deepspeed.deepspeed_capabilities import AUTOTP_FILE
 from shardwright.engines.deepspeed.deepspeed_files import (
-    AUTOTP_FILE,
     AUTOTP_VERIFIED_TYPES,
     autotp_config,
 )

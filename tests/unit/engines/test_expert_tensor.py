@@ -116,9 +116,13 @@ def test_it_answers_for_the_other_choice(
     changes = {
         "target": "megatron",
         "model.config": config,
-        "cluster": {"nodes": 1, "gpus_per_node": 8},
+        "cluster": {
+            **SMALL_RECIPE["cluster"],
+            "nodes": 1,
+            "gpus_per_node": 8,
+            "gpu": "h100-sxm-80gb",
+        },
     }
-    changes["cluster"] = {**SMALL_RECIPE["cluster"], **changes["cluster"], "gpu": "h100-sxm-80gb"}
     path = write_recipe(
         {**changes, "parallelism": {"sequence_parallel": "auto", "expert_tensor": "auto"}}
     )

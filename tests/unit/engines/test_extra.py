@@ -34,7 +34,7 @@ def compiled(
 
 def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> None:
     plain = compiled(write_recipe, {})
-    extra = {
+    extra: dict[str, Any] = {
         "memory_breakdown": True,
         "csv_monitor": {"enabled": True, "output_path": "run/csv", "job_name": "a"},
         "zero_optimization": {"reduce_bucket_size": 1000, "leaf_module": {"classes": []}},

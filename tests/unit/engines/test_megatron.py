@@ -281,14 +281,15 @@ def test_what_the_proof_says(
     """The compile is refused with what the other process found; a proof that held is not asked for
     again."""
     asked: list[Any] = []
+
+    def answer(question: object) -> dict[str, str]:
+        asked.append(json.dumps(question))
+        return told
+
     monkeypatch.setattr(
         megatron_equivalence, "cache_folder", lambda: tmp_path / "cache"
     )  # other cases run at the same time
-    monkeypatch.setattr(
-        megatron_equivalence,
-        "_run_check_process",
-        lambda question: asked.append(json.dumps(question)) or told,
-    )
+    monkeypatch.setattr(megatron_equivalence, "_run_check_process", answer)
     monkeypatch.setattr(engine_table, "package_errors", lambda engine: ())
     monkeypatch.setattr("shardwright.compile.recipe_compiler.package_errors", lambda engine: ())
     layout = {"tensor": 2, "pipeline": 1, "data": 2, "zero_stage": 1, "micro_batch_size": 2}
@@ -354,7 +355,7 @@ def arguments(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None
     monkeypatch.setattr("shardwright.compile.recipe_compiler.package_errors", lambda engine: ())
     made = compile_recipe(load_recipe(recipe))
     file = made.files.get("megatron_args.sh")
-    return file and file.decode(), [w.code for w in made.warnings]
+    return None if file is None else file.decode(), [w.code for w in made.warnings]
 
 
 H100 = {"target": "megatron", "cluster": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}}

@@ -46,7 +46,8 @@ class Meeting:
     """all_reduce between threads."""
 
     def __init__(self) -> None:
-        self.barrier, self.given = threading.Barrier(RANKS, timeout=30), {}
+        self.barrier = threading.Barrier(RANKS, timeout=30)
+        self.given: dict[int, torch.Tensor] = {}
 
     def all_reduce(self, x: torch.Tensor, group: object) -> None:
         assert group == "data"
@@ -104,7 +105,7 @@ def of_all_ranks(
 ) -> list[Any]:
     meeting, table = Meeting(), Table(VOCABULARY, VOCABULARY)
     nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(engine.dist, "all_reduce", meeting.all_reduce)
+    monkeypatch.setattr("torch.distributed.all_reduce", meeting.all_reduce)
 
     def one(rank: int) -> Any:
         trainer = object.__new__(kind)

@@ -59,8 +59,16 @@ def test_verify(refused: Path, hostile: Path) -> None:
 def test_doctor(refused: Path, hostile: Path) -> None:
     probe = Probe("localhost", reach="local")
     try:
-        where = {"folder": str(refused), "checkpoints": "checkpoints", "mark": "m"}
-        probe.ask(ProbeRequest(**where, cpu=True, inputs=(), port=None, environment={}))
+        request = ProbeRequest(
+            folder=str(refused),
+            checkpoints="checkpoints",
+            mark="m",
+            cpu=True,
+            inputs=(),
+            port=None,
+            environment={},
+        )
+        probe.ask(request)
         probe.wait("facts", time.monotonic() + 30)
         assert probe.result.facts.digest is not None, probe.result.problem
     finally:

@@ -22,6 +22,7 @@ from shardwright.launch.host_probe import (
 )
 from shardwright.launch.preflight_checks import compiles_cpu_adam
 from shardwright.plan.plan import Plan
+from shardwright.recipe.literal_types import Offload
 from shardwright.recipe.recipe_loader import load_recipe
 
 
@@ -32,7 +33,7 @@ def plan(write_recipe: Callable[..., Path]) -> Plan:
 
 @pytest.mark.parametrize(("offload", "element"), [("optimizer", 16), ("parameters", 18)])
 def test_offloaded_states_need_what_the_compiler_says(
-    offload: str, element: int, plan: Plan, tmp_path: Path
+    offload: Offload, element: int, plan: Plan, tmp_path: Path
 ) -> None:
     plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, offload=offload))
     needed = element * plan.model.total_parameters / plan.nodes

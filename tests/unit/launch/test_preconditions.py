@@ -49,13 +49,13 @@ def test_what_a_plan_needs_beyond_the_usual_packages(
         (plain, []),
         (flash, ["b: flash_attn is not installed, but the plan needs it"]),
     ):
-        answers = (
+        answers: tuple[ProbedHost, ...] = (
             ProbedHost(
                 host="a",
                 facts=dataclasses.replace(facts, versions={**versions, "flash_attn": "2.8.3"}),
             ),
+            ProbedHost(host="b", facts=facts),
         )
-        answers += (ProbedHost(host="b", facts=facts),)
         found = _versions(
             HostCheckInput(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None)
         )

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shardwright.cli import main as cli
-from shardwright.launch.launchers import job_scheduler, slurm_launcher
+from shardwright.launch.launchers import job_scheduler
 
 TWO_NODES = {"cluster.nodes": 2, "cluster.gpus_per_node": 2}
 KUBERNETES = {
@@ -134,7 +135,7 @@ def test_a_folder_on_a_disk_of_this_host_is_a_warning(
 ) -> None:
     def mounted(kind: str) -> None:
         part = type("Part", (), {"mountpoint": "/", "fstype": kind})
-        monkeypatch.setattr(slurm_launcher.psutil, "disk_partitions", lambda all: [part])
+        monkeypatch.setattr(psutil, "disk_partitions", lambda all: [part])
 
     mounted("lustre")
     code, checks, _ = doctor({"slurm": {}}, **SLURM)

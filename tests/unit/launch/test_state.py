@@ -17,6 +17,7 @@ from shardwright.launch.run_state import is_alive
 from shardwright.monitor.run_files import write_json
 from shardwright.plan.plan import load_plan
 from shardwright.train.run_attempt import begin_attempt
+from shardwright.utils.json_values import JsonObject
 
 STEP = {"step": 3, "loss": 2.5, "tokens": 100, "step_seconds": 0.5, "attempt": 2}
 
@@ -31,7 +32,8 @@ def out(write_recipe: Callable[..., Path], tmp_path: Path) -> Path:
 def status(out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
     assert cli.main(["status", str(out), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
 
 
 def test_a_run_that_nobody_started(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +167,7 @@ def test_status_counts_the_steps_of_the_attempt_not_of_a_later_compile(
 
 
 def test_a_failure_says_where_and_what_next(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = {"rank": 3, "host": "b\x1b[31m", "stage": 1, "cause": "killed"}
+    where: JsonObject = {"rank": 3, "host": "b\x1b[31m", "stage": 1, "cause": "killed"}
     write_json(out / "run" / "attempt.json", {"attempt": 1})
     write_json(out / "run" / "status.json", {"status": "failed", "attempt": 1, **where})
     assert cli.main(["status", str(out)]) == 0

@@ -45,7 +45,7 @@ def published(manifest: dict[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """As kubectl reads it: YAML 1.1, in which `on` and `yes` are no texts."""
     loader = YAML(typ="safe")
-    loader.version = "1.1"  # type: ignore[assignment]
+    loader.version = "1.1"
     manifest: dict[str, Any] = loader.load(path.read_text())
     published(manifest)
     return manifest
@@ -116,7 +116,7 @@ def test_kubernetes_jobset_starts_all_pods_again(compiled: Compile) -> None:
     assert len(f"{long}-ranks-0-12799-abcde") <= 63
 
 
-PATCH = {
+PATCH: dict[str, Any] = {
     "metadata": {"annotations": {"on": "yes"}},
     "spec": {
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],

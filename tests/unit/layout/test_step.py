@@ -14,20 +14,21 @@ from shardwright.cost.step_time import bubble_divisor
 from shardwright.layout.layout import Layout
 from shardwright.layout.pipeline_simulation import BACKWARD, FORWARD, PipelineTimeline, simulate
 from shardwright.layout.pipeline_step_time import simulated_step_seconds, step_seconds
+from shardwright.recipe.literal_types import SCHEDULES, Schedule
 
 
 def events(
-    kind: str, m: int, forward: list[float], backward: list[float], send: float
+    kind: Schedule, m: int, forward: list[float], backward: list[float], send: float
 ) -> PipelineTimeline:
     ranks = len(forward) // (2 if kind == "dualpipev" else 1)
     return simulate(kind, m, forward, backward, [send] * (ranks - 1))
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[str, int, list[float], list[float], float]:
+def pipelines(draw: st.DrawFn) -> tuple[Schedule, int, list[float], list[float], float]:
     """Uneven stages, even ones and ones with ties; few micro-batches, and enough for rounds that
     repeat."""
-    kind = draw(st.sampled_from(["1f1b", "dualpipev"]))
+    kind = draw(st.sampled_from(SCHEDULES))
     ranks = draw(st.integers(1 if kind == "1f1b" else 2, 7))
     least = 1 if kind == "1f1b" else 2 * ranks
     micro_batches = draw(
@@ -50,7 +51,7 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, list[float], list[float], floa
 @settings(max_examples=400, deadline=None)
 @given(pipelines())
 def test_arrays_and_closed_form_are_the_events(
-    pipeline: tuple[str, int, list[float], list[float], float],
+    pipeline: tuple[Schedule, int, list[float], list[float], float],
 ) -> None:
     kind, m, forward, backward, send = pipeline
     wanted = events(kind, m, forward, backward, send).seconds
@@ -64,7 +65,9 @@ def test_arrays_and_closed_form_are_the_events(
 
 @pytest.mark.parametrize(("kind", "micro_batches"), [("1f1b", 300), ("dualpipev", 300)])
 @pytest.mark.parametrize("head", [1.0, 1.0001, 1.7])
-def test_repeated_rounds_are_exact_to_the_end(kind: str, micro_batches: int, head: float) -> None:
+def test_repeated_rounds_are_exact_to_the_end(
+    kind: Schedule, micro_batches: int, head: float
+) -> None:
     """Nearly even stages take many rounds until all ranks keep the slowest one's pace."""
     stages = 4 if kind == "1f1b" else 8
     forward = [*[1.0] * (stages - 1), head]
@@ -78,7 +81,8 @@ def test_repeated_rounds_are_exact_to_the_end(kind: str, micro_batches: int, hea
 
 def test_many_partitions_are_each_their_own() -> None:
     forward = np.random.default_rng(1).uniform(0.5, 2, (20, 6))
-    for kind, m in (("1f1b", 4), ("1f1b", 40), ("dualpipev", 7)):
+    cases: list[tuple[Schedule, int]] = [("1f1b", 4), ("1f1b", 40), ("dualpipev", 7)]
+    for kind, m in cases:
         together = simulated_step_seconds(kind, m, forward, 2 * forward, 0.1)
         alone = [
             simulated_step_seconds(kind, m, row[None], 2 * row[None], 0.1)[0] for row in forward
@@ -129,7 +133,7 @@ def test_a_heavy_stage_costs_more_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("1f1b", 4), ("dualpipev", 3)])
-def test_the_timeline_is_a_schedule(kind: str, ranks: int) -> None:
+def test_the_timeline_is_a_schedule(kind: Schedule, ranks: int) -> None:
     """Every pass once, no two at a time on a rank, each after what it needs and its message."""
     m, send = 9, 0.25
     stages = ranks if kind == "1f1b" else 2 * ranks

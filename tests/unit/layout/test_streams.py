@@ -8,6 +8,7 @@ import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from shardwright.layout.pipeline_simulation import COMMIT, Instruction, instruction_stream
+from shardwright.recipe.literal_types import Schedule
 
 LEFT_OUT = ("LoadMicroBatch", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
@@ -30,7 +31,7 @@ def theirs(kind: str, ranks: int, rank: int, micro_batches: int) -> Iterator[tup
 
 
 def in_buffers(
-    kind: str, found: Instruction, ranks: int, rank: int, micro_batches: int
+    kind: Schedule, found: Instruction, ranks: int, rank: int, micro_batches: int
 ) -> tuple[str, int, int]:
     """TrainSchedule reuses its buffers in turn; DualPipeV has one a phase and micro-batch."""
     if found.name == COMMIT:
@@ -43,7 +44,7 @@ def in_buffers(
 
 @pytest.mark.parametrize("kind", ["1f1b", "dualpipev"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 13, 16])
-def test_streams_are_deepspeeds(kind: str, ranks: int) -> None:
+def test_streams_are_deepspeeds(kind: Schedule, ranks: int) -> None:
     least = 2 * ranks if kind == "dualpipev" else 1
     for micro_batches in sorted({least, least + 1, 2 * ranks + 3, 5 * ranks}):
         for rank in range(ranks):

@@ -156,7 +156,7 @@ def test_experts_are_cut_inside_every_expert() -> None:
 
 def test_grouped_queries_are_cut_block_by_block() -> None:
     """Falcon-40B's layout is cut by groups; MPT's q, k, v stand one behind the other."""
-    falcon = {
+    falcon: dict[str, JsonValue] = {
         "model_type": "falcon",
         "hidden_size": 64,
         "num_hidden_layers": 2,

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 # The HTTP library of the installed huggingface_hub: httpx, or httpx2 after it.
-HTTP: Any = importlib.import_module(errors.HTTPError.__module__)
+HTTP: Any = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__)
 
 
 @pytest.fixture

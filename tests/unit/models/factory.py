@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from shardwright.diagnostics import Source
 from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import Objective
 from shardwright.recipe.recipe_types import (
     AssumeSection,
     CheckpointSection,
@@ -94,11 +96,11 @@ def problem_of(recipe: Recipe, graph: ModelGraph, cluster: Cluster | None = None
     return Problem(recipe=recipe, graph=graph, cluster=cluster or resolve_cluster(recipe.cluster))
 
 
-def model_section(config: dict[str, JsonValue] | None = None, **changes: str) -> ModelSection:
+def model_section(config: Mapping[str, JsonValue] | None = None, **changes: Any) -> ModelSection:
     plain = ModelSection(
         source=None, config=config, revision="main", weights="random", attention="auto", loss="auto"
     )
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(plain, **changes)
 
 
 @cache
@@ -106,18 +108,18 @@ def _graph(items: tuple[tuple[str, JsonValue], ...]) -> ModelGraph:
     return build_model_graph(model_section(dict(items)))
 
 
-def graph_of(config: dict[str, JsonValue]) -> ModelGraph:
+def graph_of(config: Mapping[str, JsonValue]) -> ModelGraph:
     return _graph(tuple(config.items()))
 
 
 def recipe_of(
-    config: dict[str, JsonValue] | None = None,
+    config: Mapping[str, JsonValue] | None = None,
     *,
-    cluster: dict[str, object] | None = None,
-    training: dict[str, object] | None = None,
-    parallelism: dict[str, object] | None = None,
-    assume: dict[str, object] | None = None,
-    objective: str = "throughput",
+    cluster: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
+    parallelism: Mapping[str, Any] | None = None,
+    assume: Mapping[str, Any] | None = None,
+    objective: Objective = "throughput",
     target: str = "deepspeed",
 ) -> Recipe:
     """Eight H100 on one node and a batch of 16 unless told otherwise; every layout key auto."""
@@ -137,7 +139,7 @@ def recipe_of(
                 shared_filesystem=True,
                 price_per_gpu_hour=None,
             ),
-            **(cluster or {}),  # type: ignore[arg-type]
+            **(cluster or {}),
         ),
         training=dataclasses.replace(
             TrainingSection(
@@ -163,7 +165,7 @@ def recipe_of(
                 seed=1,
                 days_at_most=None,
             ),
-            **(training or {}),  # type: ignore[arg-type]
+            **(training or {}),
         ),
         data=None,
         validation=None,
@@ -183,12 +185,12 @@ def recipe_of(
                 virtual_stages=1,
                 sequence_parallel=False,
             ),
-            **(parallelism or {}),  # type: ignore[arg-type]
+            **(parallelism or {}),
         ),
         objective=objective,
         assume=dataclasses.replace(
             AssumeSection(kernels="auto", mfu=None, ignore_memory=False),
-            **(assume or {}),  # type: ignore[arg-type]
+            **(assume or {}),
         ),
         launch=LaunchSection(
             launcher="auto",

@@ -122,7 +122,8 @@ def _at_most(seconds: int) -> Iterator[None]:
 
 
 def fuzz_model_configs(count: int, seed: int, folder: Path) -> dict[str, int]:
-    rng, kinds = random.Random(seed), {}
+    rng = random.Random(seed)
+    kinds: dict[str, int] = {}
     for _ in range(count):
         config = {**_SIZES, **rng.choice(CONFIGS)}
         text = (
@@ -142,7 +143,8 @@ def fuzz_weight_files(count: int, seed: int, folder: Path) -> dict[str, int]:
     import numpy as np
     from safetensors.numpy import save
 
-    rng, kinds = random.Random(seed), {}
+    rng = random.Random(seed)
+    kinds: dict[str, int] = {}
     (folder / "config.json").write_text(json.dumps({**_SIZES, **CONFIGS[0]}))
     tensors = {
         f"model.layers.{n}.mlp.up_proj.weight": np.ones((96, 64), np.float32) for n in range(2)

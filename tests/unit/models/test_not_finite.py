@@ -15,6 +15,7 @@ from shardwright.models import graph_trace
 from shardwright.models.layer_split import find_layer_split
 from shardwright.models.model_probe import packing_blocker
 from shardwright.models.tasks.causal_lm import is_causal
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from tests.unit.models.factory import SMALL_LLAMA
 from tests.zoo import chunks
 from tests.zoo.chunks import why_not_chunked
@@ -72,4 +73,4 @@ def test_a_gradient_that_is_not_the_first(model: Any, monkeypatch: pytest.Monkey
 def test_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_trace, "flash_attention_error", lambda config: math.nan)
     with pytest.raises(Refusal, match="SW2008"):
-        graph_trace._check_flash(LlamaConfig(), graph_trace.FLASH_ATTENTION_2)
+        graph_trace._check_flash(LlamaConfig(), FLASH_ATTENTION_2)

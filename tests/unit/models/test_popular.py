@@ -26,7 +26,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.factory import model_section
 
 # The HTTP library of the installed huggingface_hub: httpx, or httpx2 after it.
-HTTP: Any = importlib.import_module(errors.HTTPError.__module__)
+HTTP: Any = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__)
 
 
 def cached(folder: Path, model_id: str, config: object, revision: str = "main") -> None:

@@ -31,7 +31,12 @@ from tests.unit.models.toys import IDS, LAYERS
         (toys.Skips, (), (), ()),
     ],
 )
-def test_what_crosses_and_what_stays_together(toy, payload, carried, together) -> None:
+def test_what_crosses_and_what_stays_together(
+    toy: type[toys.Toy],
+    payload: tuple[str, ...],
+    carried: tuple[int, ...],
+    together: tuple[tuple[int, int], ...],
+) -> None:
     cut = probe(toy(), IDS).cut
     assert (cut.stack, cut.hidden_position) == ("body.layers", 0)
     assert (cut.payload, cut.carried, cut.together) == (payload, carried, together)
@@ -46,7 +51,7 @@ def test_what_crosses_and_what_stays_together(toy, payload, carried, together) -
         (toys.Remembers, "more than the hidden states|differ"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(toy, reason) -> None:
+def test_what_cannot_be_cut_is_refused(toy: type[toys.Toy], reason: str) -> None:
     with pytest.raises(NotSplittable, match=reason):
         probe(toy(), IDS)
 
@@ -95,7 +100,7 @@ def test_a_model_that_sees_later_tokens_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("toy", "loss"), [(toys.ShiftedLabels, "given"), (toys.Smoothed, "other")])
-def test_own_loss(toy, loss) -> None:
+def test_own_loss(toy: type[toys.Toy], loss: str) -> None:
     assert probe(toy(), IDS).cut.loss == loss
 
 
@@ -107,15 +112,15 @@ def test_a_chain_takes_every_layer_that_carries() -> None:
 
 
 @pytest.mark.parametrize("toy", [toys.LearnedArgument, toys.LayersOwnInput, toys.Carried])
-def test_gradients_flow_back_through_the_payload(toy) -> None:
+def test_gradients_flow_back_through_the_payload(toy: type[toys.Toy]) -> None:
     """The pieces one after another give every parameter the plain model's gradient."""
     model = toy()
-    plain = {n: p.grad for n, p in _backward(model, model(IDS).logits)}
+    plain = _gradients(model, model(IDS).logits)
     skeleton = Skeleton(model, find_layer_split(model, IDS), (IDS.shape[0], IDS.shape[1]))
     state = skeleton.embed(IDS, None)
     for index in range(LAYERS):
         state = skeleton.decode(index, state)
-    pieces = {n: p.grad for n, p in _backward(model, skeleton.head(state))}
+    pieces = _gradients(model, skeleton.head(state))
     assert plain.keys() == pieces.keys() and all(
         torch.equal(pieces[n], g) for n, g in plain.items()
     )
@@ -124,10 +129,10 @@ def test_gradients_flow_back_through_the_payload(toy) -> None:
     )
 
 
-def _backward(model, logits):
+def _gradients(model: toys.Toy, logits: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     logits.square().sum().backward()
-    return [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def test_what_no_gradient_reaches_is_left_alone() -> None:

@@ -39,7 +39,8 @@ def test_leaves_and_replaced_speak_the_same_paths() -> None:
 
 
 def test_fresh_renews_containers_once_and_keeps_tensors() -> None:
-    shared, tensor = {}, torch.zeros(2)
+    shared: dict[str, int] = {}
+    tensor = torch.zeros(2)
     memo: dict[int, object] = {}
     first, second = (
         copy_containers(({"state": shared}, tensor), memo),
@@ -119,8 +120,6 @@ def test_shrink_keeps_ropes_that_depend_on_the_length(heads: int, partial: float
         "rope_type": "longrope",
         "long_factor": [1.0 + i for i in range(48)],
         "short_factor": [1.0] * 48,
-    }
-    long |= {
         "rope_theta": 1e4,
         "original_max_position_embeddings": 4096,
         "partial_rotary_factor": partial,

@@ -23,7 +23,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import model_section, write_weights
 
-HTTP: Any = importlib.import_module(errors.HTTPError.__module__)
+HTTP: Any = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = SMALL_RECIPE["model"]["config"]
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph, SavedActivations, saved_activations_entry
 from shardwright.parallel.layer_compile_and_recompute import checkpoint_layers
-from shardwright.recipe.literal_types import CHECKPOINTING
+from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
 from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, model_section
 
@@ -104,7 +104,7 @@ def plain_model(
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention
     )
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 # torch's counter has no formula for the CPU's own kernels; these are its own of the GPU's.
@@ -166,10 +166,12 @@ def test_flops_are_those_that_torch_counts_on_the_whole_model(name: str) -> None
             )
 
 
-def kept_bytes(graph: ModelGraph, checkpointing: str, element_bytes: int, length: int) -> int:
+def kept_bytes(
+    graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int, length: int
+) -> int:
     """Of the whole model, what all layers are handed included."""
 
-    def size(entries: tuple[SavedActivations, ...], mode: str) -> int:
+    def size(entries: tuple[SavedActivations, ...], mode: Checkpointing) -> int:
         entry = saved_activations_entry(entries, mode, element_bytes, length)
         assert entry is not None
         return entry.unsharded_bytes(length) + entry.sharded_bytes(length)
@@ -184,7 +186,7 @@ def kept_bytes(graph: ModelGraph, checkpointing: str, element_bytes: int, length
 def tracked_bytes(
     config: dict[str, JsonValue],
     graph: ModelGraph,
-    checkpointing: str,
+    checkpointing: Checkpointing,
     dtype: torch.dtype,
     length: int,
 ) -> int:

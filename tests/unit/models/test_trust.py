@@ -17,9 +17,9 @@ classes."""
 
 def _calls(path: Path) -> Iterator[ast.Call]:
     for node in ast.walk(ast.parse(path.read_text())):
-        called = node.func if isinstance(node, ast.Call) else None
         if (
-            isinstance(called, ast.Attribute)
+            isinstance(node, ast.Call)
+            and isinstance(called := node.func, ast.Attribute)
             and called.attr in LOADERS
             and ast.unparse(called.value) not in DATA_ALONE
         ):

@@ -103,7 +103,7 @@ def counted_flops(model: Any, **inputs: torch.Tensor) -> int:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_parameters(list(model.modules()), fake), FlopCounterMode(display=False) as counter:
         model.get_image_features(**inputs)
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 @functools.cache
@@ -215,7 +215,7 @@ def kept_of(model_type: str) -> tuple[dict[str, int], int, int]:
         for layer in found.layers
     }
     one, two = (
-        kept_in_a_real_step(build(model_type, **{depth: n}, **sizes), patches) for n in (1, 2)
+        kept_in_a_real_step(build(model_type, **{**sizes, depth: n}), patches) for n in (1, 2)
     )
     return kept, one, two
 

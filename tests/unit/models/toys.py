@@ -27,6 +27,17 @@ class Layer(nn.Module):
         return hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1).view(1, -1, 1)
 
 
+class Body(nn.Module):
+    """Holds what a toy has of these."""
+
+    table: nn.Embedding
+    layers: nn.ModuleList
+    bias: nn.Embedding
+    extra: nn.Embedding
+    places: nn.Embedding
+    scale: nn.Parameter
+
+
 class Toy(nn.Module):
     """What a causal LM of transformers looks like from outside."""
 
@@ -35,7 +46,7 @@ class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Module()
+        self.body = Body()
         self.body.table = nn.Embedding(VOCABULARY, WIDTH)
         self.body.layers = nn.ModuleList(self.layer() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)

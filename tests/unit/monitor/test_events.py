@@ -68,7 +68,7 @@ def test_the_other_lines_and_halves_of_events_are_passed_over() -> None:
 
 
 def test_every_event_comes_back_as_it_was_sent(tmp_path: Path) -> None:
-    sent = [
+    sent: list[RankFailed | RankLost | RunStalled | RunNotice] = [
         RankFailed(rank=1, host="b", stage=0, code="SW6301", cause="c", help="h", traceback="t"),
         RankLost(rank=2, host="b", stage=1, pid=7),
         RankLost(rank=0, host="a"),

@@ -28,6 +28,7 @@ from shardwright.parallel.distributed_losses import (
 )
 from shardwright.parallel.layer_compile_and_recompute import checkpoint_layers
 from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.train.training_worker import leave
 from tests.zoo.configs import tiny_config
@@ -86,7 +87,12 @@ def batch_of(packed: bool) -> MicroBatch:
 
 
 def run(
-    model: nn.Module, batch: MicroBatch, attention: str, chunked: bool, recompute: str, scale: float
+    model: nn.Module,
+    batch: MicroBatch,
+    attention: str,
+    chunked: bool,
+    recompute: Checkpointing,
+    scale: float,
 ) -> torch.Tensor:
     stack: Any = model.get_submodule(
         "transformer.h" if hasattr(model, "transformer") else "model.layers"
@@ -111,7 +117,7 @@ def measure(
     attention: str = "sdpa",
     packed: bool = False,
     chunked: bool = False,
-    recompute: str = "none",
+    recompute: Checkpointing = "none",
 ) -> dict[str, float]:
     """The largest differences from one process: of the loss, and of each gradient as a share of its
     largest value."""
@@ -163,4 +169,5 @@ def main(rank: int, ranks: int, port: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    rank, ranks, port = map(int, sys.argv[1:4])
+    main(rank, ranks, port, Path(sys.argv[4]))

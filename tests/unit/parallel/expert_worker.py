@@ -114,4 +114,5 @@ def main(rank: int, ranks: int, port: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    rank, ranks, port = map(int, sys.argv[1:4])
+    main(rank, ranks, port, Path(sys.argv[4]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def plan(
     accumulation: int = 3,
     schedule: Schedule = "1f1b",
     packing: bool = False,
-) -> SimpleNamespace:
+) -> Any:
     return SimpleNamespace(
         data=SimpleNamespace(kind="text", packing=packing, mixture=()),
         validation=None,
@@ -65,7 +66,7 @@ def test_data_ranks_share_out_the_global_batch(shuffle: bool) -> None:
 def test_micro_batch_m_of_a_rank() -> None:
     """Rows [(m * data + rank) * B, ... + B): a run with as many data ranks and larger micro-batches
     sees others, and one that is resumed the same."""
-    batches = TrainingBatches(plan(), dataset(24))  # type: ignore[arg-type]
+    batches = TrainingBatches(plan(), dataset(24))
     rows = [
         [(m.input_ids[:, 0] // 4).tolist() for m in batches.micro_batches(2, rank)]
         for rank in (0, 1)
@@ -81,7 +82,7 @@ class Strict(ArraySequences):
 
 def test_rows_that_fill_a_batch_up_are_there() -> None:
     rows = Strict(np.arange(20).reshape(5, 4))
-    shares = [list(ValidationBatches(plan(), rows, rank)) for rank in (0, 1)]  # type: ignore[arg-type]
+    shares = [list(ValidationBatches(plan(), rows, rank)) for rank in (0, 1)]
     assert sum(m.predicted for share in shares for m in share) == 5 * 3
 
 
@@ -144,7 +145,7 @@ def test_held_out_rows_are_evaluated_once_each(
     rows = ArraySequences(np.arange(count * 4).reshape(count, 4))
     shares = [
         ValidationBatches(plan(schedule=schedule, accumulation=4), rows, rank) for rank in (0, 1)
-    ]  # type: ignore[arg-type]
+    ]
     assert [len(share) for share in shares] == [batches, batches]
     assert [share.at_once for share in shares] == [4 if schedule == "dualpipev" else batches] * 2
     labelled = [

@@ -36,6 +36,7 @@ def test_the_label_of_a_pieces_last_token_is_the_next_pieces_first() -> None:
         [6, 7, 8, -100]
     ]
     assert first.predicted + second.predicted == batch().predicted == 7
+    assert first.position_ids is not None and second.position_ids is not None
     assert torch.equal(first.position_ids, second.position_ids), (
         "those of the whole row: masks are made of them"
     )

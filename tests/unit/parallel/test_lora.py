@@ -140,7 +140,7 @@ def test_adapters_beside_parameters_that_are_filled_later(
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=list(modules), task_type="CAUSAL_LM"
     )
-    peft = dict(get_peft_model(plain, config).named_parameters())  # type: ignore[arg-type]
+    peft = dict(get_peft_model(plain, config).named_parameters())
     adapters = {name: p for name, p in found.items() if "lora_" in name}
     assert len(adapters) == sum("lora_" in name for name in peft)
     assert all(torch.equal(peft[f"base_model.model.{name}"], p) for name, p in adapters.items())
@@ -195,13 +195,17 @@ def test_mixtures_are_adapted_where_planned(model_type: str) -> None:
 
 
 def test_other_adapters_than_planned_are_refused() -> None:
-    planned = {"a.lora_A.default.weight": (4, 8), "b.lora_A.default.weight": (4, 8)}
+    planned: dict[str, tuple[int, ...]] = {
+        "a.lora_A.default.weight": (4, 8),
+        "b.lora_A.default.weight": (4, 8),
+    }
     check_lora_adapters(planned, planned)
-    for found in (
+    others: list[dict[str, tuple[int, ...]]] = [
         {**planned, "c.lora_A.default.weight": (4, 8)},
         {"a.lora_A.default.weight": (4, 8)},
         {},
-    ):
+    ]
+    for found in others:
         with pytest.raises(Refusal, match="planned") as refused:
             check_lora_adapters(found, planned)
         assert codes(refused) == ["SW6256"]

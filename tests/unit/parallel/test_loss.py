@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.parallel import distributed_losses as module
+from shardwright.models.model_skeleton import OutputHead
 from shardwright.parallel.distributed_losses import CausalLoss, ChunkedLoss, wrap_chunked_loss
 from tests.unit.models.factory import SMALL_LLAMA
 
@@ -66,13 +66,24 @@ def test_whole(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.Tenso
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_in_chunks(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.Tensor) -> None:
+def test_in_chunks(
+    wrapped: bool,
+    model: Any,
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wanted = plain(model, ids, labels)
-    loss, seen = ChunkedLoss(), []
-    loss.scale, loss.tail = SCALE, module.OutputHead(model)
-    logits = loss.tail.logits
-    loss.tail.logits = lambda hidden: seen.append(hidden.shape[1]) or logits(hidden)  # type: ignore[method-assign, func-returns-value]
-    hidden = loss.tail.hidden(lambda: model(input_ids=ids))
+    loss, head, seen = ChunkedLoss(), OutputHead(model), list[int]()
+    loss.scale, loss.tail = SCALE, head
+    logits = head.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.shape[1])
+        return logits(hidden)
+
+    monkeypatch.setattr(head, "logits", counted)
+    hidden = head.hidden(lambda: model(input_ids=ids))
     found = loss(hidden, (labels,) if wrapped else labels)
     assert max(seen) == 3 and sum(seen) == SHAPE[1] - 1, (
         "an eighth of the row at most, and no position behind the last"

@@ -40,7 +40,8 @@ def test_modules_of_one_input_reduce_its_gradient_once(
     x = torch.randn(2, 4, requires_grad=True)
     for micro_batch in range(2):
         inner = x * 1
-        sum(linear(copy_to_tensor_region(inner, group)).sum() for linear in linears).backward()  # type: ignore[union-attr]
+        losses = [linear(copy_to_tensor_region(inner, group)).sum() for linear in linears]
+        torch.stack(losses).sum().backward()
         assert len(reduced) == micro_batch + 1
     wanted = sum(linear.weight.sum(0) for linear in linears).expand(2, 4)  # type: ignore[union-attr]
     torch.testing.assert_close(reduced[0], wanted.detach())
@@ -77,9 +78,9 @@ def test_a_layer_that_is_run_again_reduces_as_often(
             self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(copy_to_tensor_region(x, group)) + self.second(
-                copy_to_tensor_region(x, group)
-            )
+            first: torch.Tensor = self.first(copy_to_tensor_region(x, group))
+            second: torch.Tensor = self.second(copy_to_tensor_region(x, group))
+            return first + second
 
     def gradients(layer: Layer) -> list[torch.Tensor]:
         layer.zero_grad()

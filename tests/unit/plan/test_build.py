@@ -17,6 +17,7 @@ from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.layout.formats import accumulation_dtype
 from shardwright.plan.plan import Plan
+from shardwright.recipe.literal_types import Precision
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import canonical_hash
@@ -64,7 +65,7 @@ def test_scheduler_is_resolved(
         "training.optimizer": {"name": "adamw", "lr": 1e-3},
     }
     plan = plan_of(changes).scheduler
-    assert (plan.warmup_steps, plan.min_lr) == (warmup, pytest.approx(min_lr))
+    assert plan.warmup_steps == warmup and plan.min_lr == pytest.approx(min_lr)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,10 @@ def test_scheduler_is_resolved(
     ],
 )
 def test_accumulation_dtype(
-    write_recipe: Callable[..., Path], precision: str, given: str | None, expected: str
+    write_recipe: Callable[..., Path],
+    precision: Precision,
+    given: Precision | None,
+    expected: str,
 ) -> None:
     training = dataclasses.replace(
         load_recipe(write_recipe()).training, precision=precision, gradient_accumulation_dtype=given

@@ -68,10 +68,9 @@ def test_the_recipe_is_one_islands(tmp_path: Path) -> None:
         "mixing": None,
     }
     # What the compiled folder keeps is the recipe of all, which is read back as one island's again.
-    assert (
-        found.document["cluster"]["nodes"] == 4
-        and found.document["training"]["global_batch_size"] == 64
-    )  # type: ignore[index,call-overload]
+    cluster: Any = found.document["cluster"]
+    training: Any = found.document["training"]
+    assert cluster["nodes"] == 4 and training["global_batch_size"] == 64
     again = tmp_path / "again.json"
     again.write_text(json.dumps(found.document))
     same = load_recipe(again)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -15,6 +17,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
 from shardwright.recipe.recipe_tree import yaml_scalar_value
 from shardwright.recipe.recipe_types import InlineGpu, Recipe
+from shardwright.utils.json_values import JsonValue
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 
 FULL = (
@@ -293,7 +296,13 @@ def test_the_schema_is_one_and_says_every_key_and_default() -> None:
     def walk(sub: object, path: str) -> int:
         assert isinstance(sub, dict)
         count = 0
-        for sample in ({}, {"kind": "jsonl"}, {"kind": "chat"}, {"mixture": []}):
+        samples: list[dict[str, JsonValue]] = [
+            {},
+            {"kind": "jsonl"},
+            {"kind": "chat"},
+            {"mixture": []},
+        ]
+        for sample in samples:
             for key, below in schema_properties(sub, sample).items():
                 assert any(
                     "title" in part and "description" in part for part in (below, *_referred(below))
@@ -305,8 +314,8 @@ def test_the_schema_is_one_and_says_every_key_and_default() -> None:
                 count += 1 + walk(below, f"{path}{key}.")
         return count
 
-    def _referred(sub: object) -> list[dict[str, object]]:
-        assert isinstance(sub, dict)
-        return [schema["$defs"][sub["$ref"].removeprefix("#/$defs/")]] if "$ref" in sub else []  # type: ignore[index]
+    def _referred(sub: Mapping[str, Any]) -> list[dict[str, Any]]:
+        definitions: Any = schema["$defs"]
+        return [definitions[sub["$ref"].removeprefix("#/$defs/")]] if "$ref" in sub else []
 
     assert walk(schema, "") > 80

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,10 +26,10 @@ LARGE: dict[str, JsonValue] = {
     "num_local_experts": 32,
     "num_hidden_layers": 8,
 }
-PINS: dict[str, object] = {"tensor": 1, "pipeline": 1}
+PINS: dict[str, Any] = {"tensor": 1, "pipeline": 1}
 
 
-def problem(config: dict[str, JsonValue], length: int = 128, **pins: object) -> Problem:
+def problem(config: dict[str, JsonValue], length: int = 128, **pins: Any) -> Problem:
     cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
     training = {"sequence_length": length, "global_batch_size": 64}
     recipe = recipe_of(config, cluster=cluster, training=training, parallelism=pins)

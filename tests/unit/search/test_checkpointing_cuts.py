@@ -14,6 +14,7 @@ from shardwright.layout.stage_balancing import (
     balanced_contiguous_boundaries,
     balanced_dualpipev_boundaries,
 )
+from shardwright.recipe.literal_types import SCHEDULES, Schedule
 from shardwright.search import stage_assignment
 from shardwright.search.stage_assignment import (
     PipelineBlocks,
@@ -23,7 +24,7 @@ from shardwright.search.stage_assignment import (
 
 
 def row(
-    schedule: str,
+    schedule: Schedule,
     m: int,
     stages: int,
     seconds: list[float],
@@ -79,7 +80,7 @@ def rows(draw: st.DrawFn) -> PipelineBlocks:
     """Up to 8 layers on up to 4 stages, free ones or a model's: a light embedding, equal layers, a
     head."""
     blocks = draw(st.integers(2, 8))
-    schedule = draw(st.sampled_from(["1f1b", "dualpipev"])) if blocks >= 4 else "1f1b"
+    schedule = draw(st.sampled_from(SCHEDULES)) if blocks >= 4 else "1f1b"
     stages = 4 if schedule == "dualpipev" else draw(st.integers(2, min(4, blocks)))
     m = draw(st.integers(4 if schedule == "dualpipev" else 1, 12))
     free = st.lists(st.floats(0.05, 2), min_size=blocks, max_size=blocks)
@@ -105,7 +106,7 @@ def test_the_fastest_of_all_cuts(r: PipelineBlocks) -> None:
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 3), ("1f1b", 5), ("dualpipev", 6)])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_descent_finds_what_trying_all_finds(
-    schedule: str, stages: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    schedule: Schedule, stages: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = np.random.default_rng(seed).uniform(0.1, 1, 10).tolist()
     r = row(schedule, 9, stages, seconds)

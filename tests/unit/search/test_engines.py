@@ -24,7 +24,12 @@ from shardwright.search.engine_choice import other_engine, resolve_problem, star
 from shardwright.search.layout_search import best_layout, search
 from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
-PINS = {"tensor": 8, "pipeline": 4, "zero_stage": 1, "activation_checkpointing": "full"}
+PINS: dict[str, Any] = {
+    "tensor": 8,
+    "pipeline": 4,
+    "zero_stage": 1,
+    "activation_checkpointing": "full",
+}
 
 
 def problem(target: str, config: dict[str, Any] = LLAMA_70B, **pins: Any) -> Problem:
@@ -45,7 +50,9 @@ def test_auto_takes_the_engine_with_the_better_plan() -> None:
     settled, sizing = resolve_problem(problem("auto", **PINS, micro_batch_size=1))
     best = {}
     for target in ("deepspeed", "megatron"):
-        free = {"virtual_stages": None, "sequence_parallel": None} if target == "megatron" else {}
+        free: dict[str, Any] = {}
+        if target == "megatron":
+            free = {"virtual_stages": None, "sequence_parallel": None}
         best[target] = search(problem(target, **PINS, micro_batch_size=1, **free)).ranked[0]
     chosen = search(settled).ranked[0]
     assert sizing is None and settled.recipe.target == "megatron" and chosen == best["megatron"]
@@ -57,7 +64,7 @@ def test_auto_takes_the_engine_with_the_better_plan() -> None:
 
 def test_auto_takes_the_default_where_it_ranks_first() -> None:
     """Nothing but data ranks: both are the same but for what hides behind the backward pass."""
-    pins = {"tensor": 1, "pipeline": 1, "zero_stage": 3}
+    pins: dict[str, Any] = {"tensor": 1, "pipeline": 1, "zero_stage": 3}
     settled, _ = resolve_problem(problem("auto", **pins))
     assert settled.recipe.target == "deepspeed"  # the other one has no ZeRO-3
 

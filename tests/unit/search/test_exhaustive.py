@@ -14,7 +14,7 @@ from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Candidate
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing
+from shardwright.recipe.literal_types import CHECKPOINTING, Objective, PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_comparison import pareto_front, slower_regions
 from shardwright.search.layout_resolution import estimate_checked_layout, estimate_layout
@@ -71,7 +71,7 @@ def test_it_finds_what_enumeration_finds(
     config: dict[str, JsonValue],
     nodes: int,
     batch: int,
-    objective: str,
+    objective: Objective,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shardwright.search.layout_search.PRICED_WHOLE", 10**9)

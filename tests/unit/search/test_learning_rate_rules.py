@@ -31,7 +31,7 @@ def test_the_count_is_that_of_the_formula(
 ) -> None:
     recipe = recipe_of()
     section = SchedulerSection(
-        name=name,  # type: ignore[arg-type]
+        name=name,
         warmup_steps=warmup,
         warmup_ratio=None,
         min_lr=min_lr,

@@ -19,9 +19,11 @@ from shardwright.layout.parameter_sharding import LayerStages
 from shardwright.layout.pipeline_step_time import step_seconds
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import Layer, ModelGraph
+from shardwright.recipe.literal_types import Checkpointing, Schedule
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_checked_layout, with_stages_assigned
 from shardwright.search.rule_registry import check_layout
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_70B,
@@ -33,7 +35,11 @@ from tests.unit.models.factory import (
 
 
 def strategy(
-    pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointing: str = "none"
+    pipeline: int,
+    schedule: Schedule = "1f1b",
+    *,
+    m: int = 16,
+    checkpointing: Checkpointing = "none",
 ) -> Layout:
     return Layout(
         tensor=1,
@@ -93,14 +99,14 @@ def deepspeeds(graph: ModelGraph, stages: int) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("pipeline", [2, 4, 8])
 @pytest.mark.parametrize("config", [LLAMA_8B, LLAMA_70B], ids=["8b", "70b"])
 def test_never_slower_than_deepspeeds_methods(
-    config: dict[str, object], pipeline: int, schedule: str
+    config: dict[str, JsonValue], pipeline: int, schedule: Schedule
 ) -> None:
-    graph = graph_of(config)  # type: ignore[arg-type]
+    graph = graph_of(config)
     for m in (2 * pipeline, 8 * pipeline):
         # Memory ignored, as DeepSpeed's methods do.
         recipe = recipe_of(
             config, training={"sequence_length": 4096}, assume={"ignore_memory": True}
-        )  # type: ignore[arg-type]
+        )
         s = strategy(pipeline, schedule, m=m)
         layout = with_stages_assigned(problem_of(recipe, graph), s)
         ours = step(layout, layout.boundaries)
@@ -115,7 +121,7 @@ def test_nanotrons_stages_end_where_their_products_reach_their_share(
     pipeline: int, decoders: list[int]
 ) -> None:
     """Four layers' worth of products in the head: the ultrascale playbook's model of 1B."""
-    config: dict[str, object] = {
+    config: dict[str, JsonValue] = {
         **SMALL_LLAMA,
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -124,8 +130,8 @@ def test_nanotrons_stages_end_where_their_products_reach_their_share(
         "num_key_value_heads": 32,
         "vocab_size": 131072,
     }
-    graph = graph_of(config)  # type: ignore[arg-type]
-    recipe = recipe_of(config, target="megatron", assume={"kernels": "hf"})  # type: ignore[arg-type]
+    graph = graph_of(config)
+    recipe = recipe_of(config, target="megatron", assume={"kernels": "hf"})
     placed = boundaries(recipe, graph, strategy(pipeline))
     kinds = [[layer.kind for layer in layers_of(graph, placed, stage)] for stage in range(pipeline)]
     assert [stage.count("decoder") for stage in kinds] == decoders
@@ -175,8 +181,8 @@ def test_the_head_is_charged_and_the_lookup_is_not() -> None:
 def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None:
     """The fastest puts more layers in front, where the most micro-batches are in flight."""
     graph, s = graph_of(LLAMA_8B), strategy(8, m=16)
-    changes = {"training": {"sequence_length": 8192}}
-    free = recipe_of(LLAMA_8B, **changes, assume={"ignore_memory": True})  # type: ignore[arg-type]
+    training = {"sequence_length": 8192}
+    free = recipe_of(LLAMA_8B, training=training, assume={"ignore_memory": True})
     cluster = resolve_cluster(free.cluster)
     fastest = estimate_checked_layout(problem_of(free, graph, cluster), s, ())
     capacity = cluster.capacity_bytes
@@ -186,18 +192,20 @@ def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None
         1 + default_constants().fragmentation
     )
     pinned = recipe_of(
-        LLAMA_8B, **changes, parallelism={"memory_headroom": 1 - 0.98 * live / capacity}
-    )  # type: ignore[arg-type]
+        LLAMA_8B,
+        training=training,
+        parallelism={"memory_headroom": 1 - 0.98 * live / capacity},
+    )
     tight = estimate_checked_layout(problem_of(pinned, graph, cluster), s, ())
     assert tight.memory.fits
     assert tight.time.step_seconds > fastest.time.step_seconds
     assert boundaries(pinned, graph, s) != boundaries(free, graph, s)
-    hopeless = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 0.95})  # type: ignore[arg-type]
+    hopeless = recipe_of(LLAMA_8B, training=training, parallelism={"memory_headroom": 0.95})
     assert not estimate_checked_layout(problem_of(hopeless, graph, cluster), s, ()).memory.fits
 
 
 @pytest.mark.parametrize(("pipeline", "schedule"), [(7, "1f1b"), (4, "dualpipev")])
-def test_fewer_layers_than_stages(pipeline: int, schedule: str) -> None:
+def test_fewer_layers_than_stages(pipeline: int, schedule: Schedule) -> None:
     (found,) = too_few(recipe_of(), graph_of(SMALL_LLAMA), strategy(pipeline, schedule))
     assert (found.code, found.key) == ("SW3106", ("parallelism", "pipeline"))
     assert found.valid == (("6",) if schedule == "1f1b" else ("3",))
@@ -205,7 +213,7 @@ def test_fewer_layers_than_stages(pipeline: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-def test_layers_that_share_stay_on_one_stage(schedule: str) -> None:
+def test_layers_that_share_stay_on_one_stage(schedule: Schedule) -> None:
     recipe, graph = recipe_of(SMALL_LLAMA), graph_of(SMALL_LLAMA)
     shared = dataclasses.replace(graph, cut=dataclasses.replace(graph.cut, together=((1, 2),)))
     degrees = {"1f1b": (2, 3, 4, 5), "dualpipev": (1, 2)}[schedule]

@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 
 from shardwright.layout.gpu_cluster import resolve_cluster
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.rule_registry import check_layout
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_layout_rules import GOOD, change
@@ -16,11 +18,10 @@ PLAIN = change(tensor=1, pipeline=2, data=4, gradient_accumulation_steps=4)
 IMAGE_TASKS = dataclasses.replace(graph_of(SMALL_LLAMA), task="image-text-to-text")
 
 
-def keys(recipe: object, strategy: object, graph: ModelGraph = IMAGE_TASKS) -> dict[str, str]:
+def keys(recipe: Recipe, strategy: Layout, graph: ModelGraph = IMAGE_TASKS) -> dict[str, str]:
     """Code -> the key that it names."""
-    assert dataclasses.is_dataclass(recipe)
-    problem = Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster))  # type: ignore[arg-type, attr-defined]
-    return {d.code: ".".join(map(str, d.key or ())) for d in check_layout(problem, strategy)}  # type: ignore[arg-type]
+    problem = Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster))
+    return {d.code: ".".join(map(str, d.key or ())) for d in check_layout(problem, strategy)}
 
 
 def test_what_is_proved_is_let_through_with_what_the_estimate_lacks() -> None:

@@ -333,9 +333,12 @@ def test_training_waits_for_what_the_steps_do_not_cover(place: Callable[..., Pla
     outer.begin(0, None)
     gates = here.neighbour.gates
     train(outer, toy, 0, EVERY)
-    threading.Timer(
-        1.0, lambda: [gate.set() for gate in gates.values()]
-    ).start()  # 1 s of 3 x 0.7 s of training
+
+    def open_gates() -> None:
+        for gate in gates.values():
+            gate.set()
+
+    threading.Timer(1.0, open_gates).start()  # 1 s of 3 x 0.7 s of training
     [first] = train(outer, toy, EVERY, LANDS[4], seconds=0.7)
     assert first.seconds < 0.5
     train(outer, toy, LANDS[4])

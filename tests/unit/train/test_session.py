@@ -132,7 +132,7 @@ def test_hosts_with_other_plans_or_other_data_train_no_step(
     out, gather = compiled(), host_consistency._gather
 
     def with_a_second_host(
-        mine: host_consistency.Digests | None,
+        mine: Callable[[], host_consistency.Digests],
     ) -> list[tuple[str, host_consistency.Digests]]:
         ((host, digests),) = gather(mine)
         return [

@@ -125,7 +125,7 @@ def _mark_expert(name: str, parameter: nn.Parameter) -> None:
         setattr(parameter, mark, value)
 
 
-class _ExpertLayerMarker(AutoEPMoELayer):  # type: ignore[misc]
+class _ExpertLayerMarker(AutoEPMoELayer):
     """What makes an engine look for experts among its parameters; of all kinds that it knows ZeRO-3
     takes this one."""
 

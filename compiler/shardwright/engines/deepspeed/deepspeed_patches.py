@@ -30,7 +30,8 @@ def _norm_of_possibly_no_tensors(
     tensors = list(input_tensors) or [
         torch.zeros(1, device=get_accelerator().current_device_name())
     ]
-    return _norm_of_tensors(input_tensors=tensors, **keywords)
+    norm: torch.Tensor = _norm_of_tensors(input_tensors=tensors, **keywords)
+    return norm
 
 
 def _keep_gradients(self: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -186,4 +187,4 @@ def patch_torch_for_cpu() -> None:
     # is recomputed inside of it needs the mode, too.
     autograd: Any = torch.autograd
     autograd._engine_run_backward = _within(here, autograd._engine_run_backward)
-    here.__enter__()
+    ExitStack().enter_context(here)

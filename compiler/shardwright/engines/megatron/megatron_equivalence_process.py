@@ -75,7 +75,7 @@ def _compare_tiny_copy(document: dict[str, Any]) -> dict[str, Any]:
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     first = {id(p): name for name, p in reversed(list(named.items()))}
     tied, transposed = {name: first[id(p)] for name, p in named.items()}, conv1d_names(model)
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

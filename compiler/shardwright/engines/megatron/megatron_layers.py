@@ -60,7 +60,7 @@ def zigzag_shard(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
 # head.
 
 
-class TorchCoreAttention(MegatronModule):  # type: ignore[misc]
+class TorchCoreAttention(MegatronModule):
     """softmax(Q K^T * scale) V, causal, by torch's fused kernels. Megatron's own writes the S x S
     scores to memory and takes neither values of another width than the keys nor context ranks
     (megatron/core/transformer/dot_product_attention.py).
@@ -240,7 +240,7 @@ class GatheredWeightLinear(nn.Module):
         return F.linear(x, weight), None
 
 
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+class LatentAttention(MLASelfAttention):
     def __init__(self, config: Any, *args: Any, **more: Any) -> None:
         super().__init__(config, *args, **more)
         size = config.hidden_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +220,7 @@ class _DropRowGradient(torch.autograd.Function):
         return table.view_as(table)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.clone()
         gradient[ctx.row] = 0
         return gradient, None
@@ -240,7 +240,8 @@ def freeze_padding_row(model: GPTModel, embedding: nn.Module) -> None:
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = words._parameters.pop("weight")
-        words.weight = _DropRowGradient.apply(weight, row)
+        drop_gradient: Callable[..., torch.Tensor] = _DropRowGradient.apply
+        words.weight = drop_gradient(weight, row)
         try:
             return inner(ids)  # type: ignore[no-any-return]
         finally:

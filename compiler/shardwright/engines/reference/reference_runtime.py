@@ -30,7 +30,7 @@ def open_groups(plan: Plan) -> None:
     """What runs around the engine speaks to all ranks; here that is this one."""
     from torch import distributed
 
-    store = distributed.HashStore()  # type: ignore[attr-defined]
+    store = distributed.HashStore()
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 

@@ -75,7 +75,7 @@ class ReferenceTrainer:
         total = torch.zeros((), device=self.device)
         for m in micro_batches:
             loss = self._loss(m)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach()
             if self.plan.training.gradient_accumulation_dtype == "fp32":
                 self.optimizer.accumulate_master_gradients()

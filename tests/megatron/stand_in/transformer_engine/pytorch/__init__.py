@@ -23,7 +23,7 @@ __all__ += ["distributed", "fp8", "ops"]
 
 def _parameter(*shape: int, like: dict[str, Any]) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(*shape, dtype=like["params_dtype"], device=like["device"]))
-    parameter.tensor_model_parallel = True
+    vars(parameter)["tensor_model_parallel"] = True
     return parameter
 
 
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.centred = eps, zero_centered_gamma
         self.weight = _parameter(hidden_size, like=more)
-        self.bias = None
+        self.bias: nn.Parameter | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _normed(x, self.weight, self.bias, self.eps, self.centred)
