@@ -77,7 +77,7 @@ def test_fine(line: str, folder: Path) -> None:
         ("data: {kind: jsonl, path: python-stdlib}", "SW1301", "no file matches"),
         ("data: {kind: tokens, path: goood.npy}", "SW1301", "does not exist"),
         ("data: {kind: tokens, path: corpus}", "SW1302", "is a folder"),
-        ("data: {kind: tokens, path: short.npy}", "SW1302", "rows of 64 tokens"),
+        ("data: {kind: tokens, path: short.npy}", "SW1302", "sequences of 64 tokens"),
         ("data: {kind: tokens, path: float.npy}", "SW1302", "float64"),
         ("data: {kind: tokens, path: text.npy}", "SW1302", "is not a .npy array"),
         ("data: {kind: tokens, path: empty.npy}", "SW1302", "is not a .npy array"),
