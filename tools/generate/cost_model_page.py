@@ -44,8 +44,8 @@ def errors() -> str:
         f"Measured {bench['date']} by `{bench['command']}`.",
         "",
         (
-            "| left out of the fit | timed runs | step time off by | leaning | weighed runs | "
-            "memory off by | leaning |"
+            "| project or GPU left out of the fit | timed runs | step time error | bias | "
+            "runs with memory | memory error | bias |"
         ),
         "|---|---|---|---|---|---|---|",
     ]
@@ -56,10 +56,11 @@ def errors() -> str:
     right, runs = mean["fits_right"]
     died, of = mean["oom_right"]
     lines += [
-        f"In {mean['groups']} groups of the same model and GPUs the layout that is predicted "
-        f"fastest loses {mean['regret']:.1%} to the best one, and predicted and measured order "
-        f"correlate with {mean['spearman']:.2f} (Spearman). Of {runs} runs that fitted {right} are "
-        f"said to fit, of {of} that ran out of memory {died} to run out of it.",
+        f"In {mean['groups']} groups of runs of one model on the same GPUs, the layout with the "
+        f"fastest predicted step is {mean['regret']:.1%} slower than the best one. The rank "
+        f"correlation of predicted and measured times is {mean['spearman']:.2f} (Spearman). Of "
+        f"{runs} runs that fitted, {right} are predicted to fit. Of {of} that ran out of memory, "
+        f"{died} are predicted to.",
         "",
         *_engines(bench),
     ]
@@ -71,7 +72,7 @@ def _engines(bench: dict[str, Any]) -> list[str]:
     lines = [
         "Runs of other engines and DeepSpeed's own:",
         "",
-        "| left out of the fit | timed runs | step time off by | median | leaning |",
+        "| project or engine left out of the fit | timed runs | step time error | median | bias |",
         "|---|---|---|---|---|",
     ]
     for kind, what in (("engines_left_out", ""), ("engine_left_out", "engine: ")):
@@ -85,7 +86,7 @@ def _engines(bench: dict[str, Any]) -> list[str]:
     lines += [
         "",
         (
-            "| regime, all rows in the fit | timed runs | step time off by | leaning | inside the "
+            "| regime, all runs in the fit | timed runs | step time error | bias | inside the "
             "printed ± |"
         ),
         "|---|---|---|---|---|",
