@@ -44,8 +44,8 @@ def steps(found: dict[str, Any]) -> str:
     fewest, both = found["fewest_steps"], found["both_bills_double"]
     lines = [
         (
-            f"| rows a batch | best learning rate | of | steps to loss {found['target']:g} | rows "
-            "| steps by the fit |"
+            f"| sequences per batch | best learning rate | rates tried | steps to loss "
+            f"{found['target']:g} | sequences | steps by the fit |"
         ),
         "|---|---|---|---|---|---|",
     ]
@@ -58,9 +58,8 @@ def steps(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"Measured {found['date']} by `{found['command']}`. The fit is S = {fewest:,.0f} (1 + "
-            f"{format_number(both)} / B): at B = {format_number(both)} rows a run takes twice the "
-            "fewest steps "
-            "and twice the fewest rows.",
+            f"{format_number(both)} / B). At B = {format_number(both)} sequences a run needs twice "
+            "the minimum of steps and twice the minimum of sequences.",
             "",
             *lines,
         ]
@@ -70,8 +69,8 @@ def steps(found: dict[str, Any]) -> str:
 def noise(found: dict[str, Any]) -> str:
     lines = [
         (
-            f"| steps of the run at {found['noise_batch']} rows | held-out loss | noise scale, "
-            "rows | 95 % interval |"
+            f"| steps of the run at {found['noise_batch']} sequences per batch | held-out loss | "
+            "noise scale, sequences | 95 % interval |"
         ),
         "|---|---|---|---|",
     ]
@@ -86,18 +85,18 @@ def noise(found: dict[str, Any]) -> str:
 
 
 def figure() -> str:
-    """docs/batch-size.svg: held-out loss against steps, and against rows."""
+    """Return docs/batch-size.svg: held-out loss against steps, and against sequences."""
     found = bench()
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" '
         'font-size="12" role="img">',
-        "<title>Held-out loss against steps and against rows, at four batch sizes</title>",
+        "<title>Held-out loss against steps and against sequences, at four batch sizes</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     panels: tuple[tuple[str, Callable[[int, int], int]], ...] = (
         ("steps", lambda step, batch: step),
-        ("rows", lambda step, batch: step * batch),
+        ("sequences", lambda step, batch: step * batch),
     )
     for place, (name, of) in enumerate(panels):
         lines += _panel(found, LEFT + place * (PANEL + 70), name, of)
