@@ -153,7 +153,9 @@ def test_every_rank_measures_its_link(world: int, tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(ring, (world, port, tmp_path), nprocs=world)
+    torch.multiprocessing.start_processes(
+        ring, (world, port, tmp_path), nprocs=world, start_method="fork"
+    )
     for rank in range(world):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["local"] is None

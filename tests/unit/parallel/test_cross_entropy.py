@@ -74,7 +74,7 @@ def worker(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def deviations(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(worker, (str(folder),), nprocs=3)
+    multiprocessing.start_processes(worker, (str(folder),), nprocs=3, start_method="fork")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
