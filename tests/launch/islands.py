@@ -19,7 +19,7 @@ import torch
 
 from shardwright.utils.numeric_difference import largest_difference, state_dict_max_abs_diff
 from tests import warm
-from tests.launch.sites import Site
+from tests.launch.simulated_sites import Site
 from tests.parity.harness import Case
 from tests.parity.islands import ISLANDS, STEPS, island_losses, rounds, simulate, weights
 

@@ -33,7 +33,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.training_worker import leave
 from tests.launch.resume_matrix import LAST, SAVED, case
 from tests.parity import harness
-from tests.parity.groups import share_groups
+from tests.parity.engine_groups import share_groups
 
 OUT = Path(os.environ["SHARDWRIGHT_MATRIX_OUT"])
 

@@ -33,7 +33,7 @@ from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.numeric_difference import max_abs_diff
 from tests.launch.roundtrip import LAYOUTS
-from tests.parity.groups import share_groups
+from tests.parity.engine_groups import share_groups
 from tests.zoo.configs import TEXT_VOCABULARY, build
 
 OUT = Path(os.environ["SHARDWRIGHT_ROUNDTRIP_OUT"])

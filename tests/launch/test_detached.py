@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launch.resume import compiled
-from tests.launch.waiting import wait_for, wait_until
+from tests.launch.wait_until import wait_for, wait_until
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
 
 pytestmark = pytest.mark.launch

@@ -24,8 +24,8 @@ from shardwright.checkpoint.checkpoint_storage import published_steps, step_name
 from shardwright.utils.child_processes import free_port
 from tests.faults.phases import PHASES
 from tests.faults.test_saving import DAMAGES, size_of
-from tests.launch.test_by_hand import start
-from tests.launch.waiting import wait_until
+from tests.launch.test_launch_script import start
+from tests.launch.wait_until import wait_until
 from tests.parity.harness import STEPS, Case, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = pytest.mark.launch

@@ -19,7 +19,7 @@ import pytest
 
 from tests.launch.hosts import Host, hosts, why_not
 from tests.launch.resume import compiled
-from tests.launch.waiting import wait_for, wait_until
+from tests.launch.wait_until import wait_for, wait_until
 from tests.parity.harness import Case, compare, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]

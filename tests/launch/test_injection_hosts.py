@@ -17,7 +17,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.launch.hosts import hosts, why_not
 from tests.parity.harness import Case, recipe, write_inputs
-from tests.unit.launchers.test_injection import HOSTILE
+from tests.unit.launch.launchers.test_shell_injection import HOSTILE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 

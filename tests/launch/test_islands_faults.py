@@ -25,7 +25,7 @@ from tests.launch.islands import (
     step_of,
     until,
 )
-from tests.launch.turnpike import Turnpike
+from tests.launch.stalling_proxy import Turnpike
 from tests.parity.harness import must, shardwright
 from tests.parity.islands import ISLANDS, OUTER, free_port, one_island, rounds, write_inputs
 

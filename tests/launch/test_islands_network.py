@@ -26,7 +26,7 @@ from tests.launch.islands import (
     step_of,
     until,
 )
-from tests.launch.sites import Sites, sites, why_not
+from tests.launch.simulated_sites import Sites, sites, why_not
 from tests.parity.harness import metrics, must, newest_checkpoint, shardwright
 from tests.parity.islands import ISLANDS, OUTER, STEPS, free_port, one_island, rounds, write_inputs
 from tests.parity.models import MODELS

@@ -15,7 +15,7 @@ import pytest
 
 from shardwright.launch.run_state import HEARTBEAT_LOST_SECONDS
 from tests.launch.resume import compiled, continues_bit_for_bit
-from tests.launch.waiting import wait_for, wait_until
+from tests.launch.wait_until import wait_for, wait_until
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
 
 pytestmark = pytest.mark.launch

@@ -25,7 +25,7 @@ from shardwright.models.model_sources import read_config_file
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.lint.test_rules import GOOD
 from tests.migrate.fuzz import commands, deep, try_import
-from tests.unit.recipe.test_load import FULL
+from tests.unit.recipe.test_recipe_loader import FULL
 
 Path_ = tuple[str | int, ...]
 ODD: tuple[Any, ...] = (

@@ -35,7 +35,7 @@ BASES = (
 OWN_BASES = (ROOT, ROOT / "compiler", PACKAGE)
 MADE_UP = {
     "tests/packaging/test_citations.py",
-    "tests/unit/prove/test_pieces.py",
+    "tests/tools/test_prove.py",
     "tests/unit/models/test_cache.py",
     "compiler/shardwright/data/indexed_dataset.py",  # Megatron-LM's file
 }

@@ -21,7 +21,7 @@ DOTTED = re.compile(rf"(?:{OURS})(?:\.\w+)+")
 RUN = re.compile(rf"-m ((?:{OURS})(?:\.\w+)*)")
 IMPORT = re.compile(rf"\bfrom ((?:{OURS})(?:\.\w+)*) import (\w+(?:, \w+)*)")
 NOT_NAMES = {"shardwright.py"}
-MADE_UP = {"tests/unit/prove/test_pieces.py"}
+MADE_UP = {"tests/tools/test_prove.py"}
 """Writes modules of its own."""
 
 

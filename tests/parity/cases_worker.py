@@ -36,7 +36,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.training_session import check_parameters
 from shardwright.train.training_worker import leave
 from tests.figures import training_apart
-from tests.parity.groups import share_groups
+from tests.parity.engine_groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs
 
 PLAIN_TOTAL = CausalLoss.total

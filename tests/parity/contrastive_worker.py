@@ -14,7 +14,7 @@ from shardwright.verify.reference_run import Reference
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
 from tests.parity.contrastive import PairCase, recipe, reference, without_gradient, write_pairs
-from tests.parity.with_pictures import trained
+from tests.parity.image_case_worker import trained
 
 
 def measure(case: PairCase, folder: Path) -> dict[str, float]:

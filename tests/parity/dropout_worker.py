@@ -30,7 +30,7 @@ from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.training_worker import leave
 from tests.parity.dropout_cases import LAYOUTS, MODELS
-from tests.parity.groups import share_groups
+from tests.parity.engine_groups import share_groups
 
 STEPS, LENGTH, BATCH = 2, 16, 4
 

@@ -25,9 +25,9 @@ from shardwright.utils.numeric_difference import (
 from shardwright.verify.reference_run import add_reference_lora
 from tests import warm
 from tests.figures import lines_apart
-from tests.parity.balance import add_balance
 from tests.parity.models import MIXTURES, MODELS
 from tests.parity.reference import Reference, initial_model, token_rows, train
+from tests.parity.router_aux_loss import add_balance
 
 STEPS, LENGTH, SEED, WARMUP = 8, 32, 11, 3
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-3, 0.1

@@ -19,12 +19,12 @@ from shardwright.data.sequences import SequenceBatch
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from tests.figures import training_apart
-from tests.parity.balance import add_balance
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import BETAS, DECAY, EPS, LENGTH, LR, SEED, STEPS, WARMUP, Case
 from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
 from tests.parity.reference import train as plain_train
+from tests.parity.router_aux_loss import add_balance
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% endfor %}"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.parity.case_launches import launched
 from tests.parity.harness import Case
-from tests.parity.launched import launched
 
 pytestmark = [pytest.mark.prove, pytest.mark.launch]
 

@@ -17,8 +17,8 @@ import pytest
 
 from shardwright.layout.layout import chunk_length
 from shardwright.utils.child_processes import free_port
+from tests.parity.case_launches import launched
 from tests.parity.harness import BF16_RELATIVE, LENGTH, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
-from tests.parity.launched import launched
 from tests.parity.models import LLAMA
 
 pytestmark = pytest.mark.launch

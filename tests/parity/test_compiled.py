@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.models.model_support import torch_compile_types
+from tests.parity.case_launches import launched
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
-from tests.parity.launched import launched
 from tests.parity.models import MODELS
 
 pytestmark = pytest.mark.launch

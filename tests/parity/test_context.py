@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
+from tests.parity.case_launches import launched
 from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE, Case, compare
-from tests.parity.launched import launched
 
 TWO: dict[str, Case] = {
     "llama-zero0": Case(model="llama", context=2, zero_stage=0),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.parity.case_launches import launched
 from tests.parity.contrastive import MODELS, PairCase
 from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE
-from tests.parity.launched import launched
 
 pytestmark = pytest.mark.launch
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.parity.case_launches import launched
 from tests.parity.harness import LOSS_ABSOLUTE, Case
-from tests.parity.launched import launched
 
 pytestmark = pytest.mark.launch
 

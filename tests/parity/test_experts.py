@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
+from tests.parity.case_launches import launched
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case, compare
-from tests.parity.launched import launched
 
 TWO: dict[str, Case] = {
     "mixtral-zero1": Case(model="mixtral", data=2, expert=2),

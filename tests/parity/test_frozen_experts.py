@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.case_launches import launched
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
-from tests.parity.launched import launched
 
 EXPERTS = ("model.layers.*.mlp.experts.*",)
 SOME = ("model.layers.0.mlp.experts.*",)

@@ -14,8 +14,8 @@ import pytest
 
 from shardwright.utils.numeric_difference import difference
 from tests.figures import same, worst_of_ranks
+from tests.parity.case_launches import start
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, Case
-from tests.parity.launched import start
 
 pytestmark = pytest.mark.launch
 

@@ -24,6 +24,7 @@ from shardwright.utils.numeric_difference import (
     state_dict_max_abs_diff,
 )
 from tests.figures import lines_apart, same
+from tests.parity.case_launches import launched
 from tests.parity.harness import (
     LORA_ALPHA,
     LOSS_ABSOLUTE,
@@ -40,7 +41,6 @@ from tests.parity.harness import (
     shardwright,
     write_inputs,
 )
-from tests.parity.launched import launched
 from tests.parity.models import MIXTURES, MODELS
 from tests.parity.reference import initial_model
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.case_launches import launched
 from tests.parity.harness import Case
-from tests.parity.launched import launched
 
 CASES = {
     "zero1": Case(model="llama", data=2),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.launch.test_overhead import MODEL, WARM_UP
+from tests.parity.case_launches import launched
 from tests.parity.harness import metrics, must, newest_checkpoint, recipe, shardwright
-from tests.parity.launched import launched
 from tests.parity.noise import CASES, SAMPLE
 
 pytestmark = pytest.mark.launch

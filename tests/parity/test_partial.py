@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.parity.case_launches import launched
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case, compare
-from tests.parity.launched import launched
 
 pytestmark = pytest.mark.launch
 

@@ -12,7 +12,7 @@ import pytest
 from tests.launch.resume import continues_bit_for_bit
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, compare
-from tests.parity.wide import WIDE
+from tests.parity.wide_layouts import WIDE
 
 pytestmark = [pytest.mark.prove, pytest.mark.launch]
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.data.sequences import SequenceBatch
-from tests.parity.balance import row_loss
+from tests.parity.router_aux_loss import row_loss
 from tests.random_runs.draw import STEPS, Case
 
 Sequences = list[tuple[torch.Tensor, torch.Tensor]]

@@ -406,7 +406,7 @@ def begin(engine: str) -> None:
     deepspeed = importlib.import_module("deepspeed")
     from deepspeed import ops
 
-    from tests.parity.groups import share_groups
+    from tests.parity.engine_groups import share_groups
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=SECONDS))

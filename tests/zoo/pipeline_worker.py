@@ -47,7 +47,7 @@ from shardwright.train.training_worker import leave
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart
-from tests.parity.groups import share_groups
+from tests.parity.engine_groups import share_groups
 from tests.parity.reference import Reference, token_rows, train
 from tests.zoo.configs import TEXT_VOCABULARY, base_type, build, tiny_config
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.models.model_skeleton import patch_forwards
 from shardwright.models.model_support import supports_chunked_loss
-from tests.zoo.chunks import why_not_chunked
+from tests.zoo.chunked_loss import why_not_chunked
 from tests.zoo.configs import RUNNABLE, TEXT_VOCABULARY, randomize, tiny_config
 
 Recorder = Callable[[str, str, dict[str, Any]], None]

@@ -179,7 +179,7 @@ EXCEPTIONS: dict[tuple[str, str], CommandException] = {
         "docs/python-api.md",
         "deepspeed --no_local_rank --num_gpus 4 loop.py build/loop",
     ): CommandException(
-        "prove", "a launch; tests/launch/test_own_loop.py trains with the same script"
+        "prove", "a launch; tests/launch/test_custom_training_loop.py trains with the same script"
     ),
     **{
         ("docs/troubleshooting.md", f"shardwright {command} build/tiny{option}"): CommandException(
@@ -200,7 +200,9 @@ EXCEPTIONS: dict[tuple[str, str], CommandException] = {
         "target", "runs beside the tests in .ci/run"
     ),
     ("CONTRIBUTING.md", "make prove"): CommandException("target", "runs for hours"),
-    ("CONTRIBUTING.md", "make prove-list"): CommandException("target", "tests/unit/prove tries it"),
+    ("CONTRIBUTING.md", "make prove-list"): CommandException(
+        "target", "tests/tools/test_prove.py tries it"
+    ),
     ("CONTRIBUTING.md", "make lint"): CommandException(
         "target", "runs beside the tests in .ci/run, over the same files"
     ),

@@ -2,7 +2,8 @@
 
 `source_paths` names what could change a figure: paths under compiler/shardwright, a folder or a
 file. The tests' own modules and the installed torch, transformers and DeepSpeed count always
-(digest.py). Every test marked `prove` is in exactly one piece (tests/unit/prove checks it).
+(digest.py). Every test marked `prove` is in exactly one piece (tests/tools/test_prove.py
+checks it).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Piece:
 
 
 _LAYOUTS = "tests/zoo/test_layouts.py"
-_VISION_LANGUAGE = "tests/zoo/test_sight.py"
+_VISION_LANGUAGE = "tests/zoo/test_vision_language.py"
 
 PIECES: dict[str, Piece] = {
     # Quick ones first: a broken tree is found before the long ones begin.
@@ -144,14 +145,14 @@ PIECES: dict[str, Piece] = {
         areas=("plan-speed",),
     ),
     "why-not": Piece(
-        tests=("tests/unit/answers/test_why_not.py",), source_paths=COST, areas=("why-not",)
+        tests=("tests/unit/cli/test_why_not.py",), source_paths=COST, areas=("why-not",)
     ),
     "random-runs": Piece(
         tests=("tests/random_runs/test_random_runs.py",),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron", "engines/reference"),
         areas=("random-runs",),
     ),
-    "random-layouts": Piece(tests=("tests/unit/cost/test_random.py",), source_paths=COST),
+    "random-layouts": Piece(tests=("tests/unit/cost/test_random_layouts.py",), source_paths=COST),
     "published": Piece(tests=("tests/calibration/test_published.py",), source_paths=COST),
     "this-machine": Piece(
         tests=("tests/calibration/test_this_machine.py",),
@@ -211,7 +212,7 @@ PIECES: dict[str, Piece] = {
         areas=("contrastive-parity",),
     ),
     "sight-parity": Piece(
-        tests=("tests/parity/test_sight.py",),
+        tests=("tests/parity/test_vision_language.py",),
         source_paths=(*ENGINE, *DATA),
         areas=("sight-parity",),
     ),
@@ -219,7 +220,7 @@ PIECES: dict[str, Piece] = {
         tests=("tests/unit/models/test_vision.py",), source_paths=MODEL, areas=("tower",)
     ),
     "decoding": Piece(
-        tests=("tests/unit/data/test_picture_rate.py",),
+        tests=("tests/unit/data/test_image_rate.py",),
         source_paths=(*DATA, "models", "plan"),
         areas=("decoding",),
     ),
@@ -234,12 +235,12 @@ PIECES: dict[str, Piece] = {
         areas=("resume",),
     ),
     "resume-matrix": Piece(
-        tests=("tests/launch/test_resume_anywhere.py",),
+        tests=("tests/launch/test_resume_on_other_layouts.py",),
         source_paths=(*ENGINE, *CHECKPOINTS),
         areas=("resume-matrix",),
     ),
     "extra": Piece(
-        tests=("tests/launch/test_extra.py",),
+        tests=("tests/launch/test_extra_ds_config_keys.py",),
         source_paths=(*ENGINE, *CHECKPOINTS),
         areas=("extra",),
     ),
@@ -257,7 +258,7 @@ PIECES: dict[str, Piece] = {
         tests=(
             "tests/launch/test_accelerate.py",
             "tests/launch/test_data.py",
-            "tests/launch/test_own_loop.py",
+            "tests/launch/test_custom_training_loop.py",
             "tests/launch/test_run.py",
         ),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *LAUNCH),

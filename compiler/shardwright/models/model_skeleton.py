@@ -451,7 +451,7 @@ class OutputHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (B, C, V) for hidden states (B, C, H); each token's depend on its own state
-        only (tests/zoo/chunks.py)."""
+        only (tests/zoo/chunked_loss.py)."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         with replace_forward(self._base, lambda *_, **__: self._with(hidden)):
             # The class's forward: an engine may have replaced the instance's by a caller of this.

@@ -166,7 +166,7 @@ def proved() -> dict[str, Proved]:
     override.
 
     tensor_vlm.json holds text parts of vision-language models that are no model type
-    (tests/parity/test_sight.py).
+    (tests/parity/test_vision_language.py).
     """
     return cast("dict[str, Proved]", {**_read("tensor_vlm.json"), **_read("tensor_verified.json")})
 

@@ -19,7 +19,7 @@ from shardwright.parallel.model_loading import load_config
 from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
-from tests.unit.checkpoint.saved import write_model_checkpoint
+from tests.unit.checkpoint.written_checkpoints import write_model_checkpoint
 from tests.unit.data.chat_families import FAMILIES, tokenizers
 
 CHATML = (

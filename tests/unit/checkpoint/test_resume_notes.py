@@ -16,7 +16,7 @@ from shardwright.cli import main as cli
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import data_fingerprints, resolve
 from shardwright.plan.plan import Plan, plan_to_json, read_plan
-from tests.unit.checkpoint.saved import write_checkpoint
+from tests.unit.checkpoint.written_checkpoints import write_checkpoint
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from shardwright.diagnostics.diagnostic_rendering import (
     render_diagnostics,
 )
 from tests.unit.data.chat_families import FAMILIES, TALKS, TOOLS, tools_of
-from tests.unit.data.plans import part, plan
+from tests.unit.data.data_plans import part, plan
 
 Place = tuple[str | int, ...]
 SECONDS_AT_MOST = 5.0

@@ -16,7 +16,7 @@ from shardwright.data.conversations import conversation, encode
 from shardwright.data.data_summary import marked, record_samples, samples, summarize
 from shardwright.data.tokenizers import ByteTokenizer, TransformersTokenizer
 from shardwright.diagnostics import Refusal
-from tests.unit.data.plans import opened, part, plan, refused
+from tests.unit.data.data_plans import opened, part, plan, refused
 
 pytest.importorskip("transformers", reason="the process that renders templates imports it")
 

@@ -11,7 +11,7 @@ import pytest
 from shardwright.data.data_summary import summarize
 from shardwright.data.tokenizers import load_tokenizer
 from shardwright.models.tokenizer_packages import missing_packages, missing_packages_warning
-from tests.unit.data.plans import opened, part, plan, refused
+from tests.unit.data.data_plans import opened, part, plan, refused
 
 WORDS = {"</s>": 0, "<unk>": 1, "<s>": 2, "the": 3, "cat": 4, "sat": 5, "<g>": 6}
 

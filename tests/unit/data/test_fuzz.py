@@ -14,7 +14,7 @@ from shardwright.data import conversations
 from shardwright.data.chat_template import ChatTemplateRenderer
 from tests.unit.data import fuzz
 from tests.unit.data.chat_families import tokenizers
-from tests.unit.data.plans import part, plan, refused
+from tests.unit.data.data_plans import part, plan, refused
 
 
 @pytest.fixture(autouse=True)

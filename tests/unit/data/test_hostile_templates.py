@@ -14,7 +14,7 @@ import pytest
 from shardwright.data import conversations
 from shardwright.data.chat_format import TemplateError
 from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
-from tests.unit.data.plans import part, plan, refused
+from tests.unit.data.data_plans import part, plan, refused
 
 pytest.importorskip("transformers", reason="the process that renders templates imports it")
 

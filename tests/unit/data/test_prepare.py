@@ -18,7 +18,7 @@ import pytest
 from shardwright.data.data_preparation import prepare
 from shardwright.data.indexed_dataset import DocumentWriter
 from tests.privileges import with_disk
-from tests.unit.data.plans import opened, part, plan, refused
+from tests.unit.data.data_plans import opened, part, plan, refused
 
 
 def keys(folder: Path) -> set[str]:
@@ -87,7 +87,7 @@ def test_two_writers_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path) -> None:
     path = corpus(tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from tests.unit.data.plans import *\n"
+        "import os, sys; from pathlib import Path; from tests.unit.data.data_plans import *\n"
         "from shardwright.data.indexed_dataset import DocumentWriter\n"
         "DocumentWriter.finish = lambda self, **k: os.kill(os.getpid(), 9)\n"
         f"prepare(plan(part('text', {str(path)!r})), Path({str(tmp_path)!r}), limit_bytes=None)\n"

@@ -27,7 +27,7 @@ from shardwright.data.source_files import (
     texts,
 )
 from shardwright.diagnostics import Refusal
-from tests.unit.data.plans import opened, part, plan, refused
+from tests.unit.data.data_plans import opened, part, plan, refused
 
 TEXTS = ["hello", "wörld", "again and\nagain", "\U0001f600 [1, 2]"]
 LINES = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in TEXTS).encode("utf-8")

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from shardwright.diagnostics import Refusal
 from shardwright.models.graph_trace import trace_model_graph
 from shardwright.models.tasks.task_registry import IMAGE_TEXT, text_attention
-from tests.parity.sight import MODELS
+from tests.parity.vision_language import MODELS
 
 
 def test_each_part_computes_with_its_own() -> None:

@@ -23,7 +23,7 @@ from shardwright.models.image_processor import (
     processor_from_config,
 )
 from shardwright.models.model_graph import VisionEncoder
-from tests.parity.sight import MODELS
+from tests.parity.vision_language import MODELS
 
 
 class Placeholder:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from shardwright.models.layer_trace import fake_parameters, stub_parameters
 from shardwright.models.model_graph import PipelineSplit, VisionEncoder
 from shardwright.models.vision_trace import trace_vision_encoder
-from tests.zoo.sight_configs import sight_config
+from tests.zoo.vision_language_configs import sight_config
 
 TEXT = {
     "hidden_size": 64,

@@ -20,7 +20,7 @@ from shardwright.models.weights_check import read_headers, same_values
 from shardwright.parallel.weight_files import WeightFiles
 from shardwright.parallel.weight_loader import WeightLoader, empty_model
 from shardwright.recipe.recipe_types import ModelSection
-from tests.unit.models.quantised import quantise_fp8, quantise_mxfp4
+from tests.unit.models.quantized_weights import quantise_fp8, quantise_mxfp4
 from tests.zoo.configs import build, tiny_config
 
 FILE = "model.safetensors"

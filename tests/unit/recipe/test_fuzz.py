@@ -20,7 +20,7 @@ from shardwright.recipe.recipe_schema import fill_in_defaults, recipe_schema
 from shardwright.recipe.schema_errors import schema_errors
 from shardwright.utils.json_values import JsonObject, JsonValue
 from tests.unit.recipe.test_bad_input import GOOD, JSON
-from tests.unit.recipe.test_load import FULL
+from tests.unit.recipe.test_recipe_loader import FULL
 
 FAST = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True

@@ -79,7 +79,7 @@ def test_it_finds_what_enumeration_finds(
         config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective
     )
     result = search(problem_of(recipe, graph_of(config)))
-    # How many layers to recompute is no axis: tests/unit/search/test_partial.py.
+    # How many layers to recompute is no axis: tests/unit/search/test_partial_checkpointing.py.
     tried = [e for e in result.ranked if e.strategy.activation_checkpointing in CHECKPOINTING]
     assert tried == every(recipe, config)
 

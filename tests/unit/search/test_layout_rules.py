@@ -136,7 +136,10 @@ def test_offload_fits_in_host_memory() -> None:
 
 
 def test_timers_of_a_pipeline() -> None:
-    """DeepSpeed's engine fails with them (SW3133): tests/launch/test_extra.py tries every key."""
+    """DeepSpeed's engine fails with them (SW3133).
+
+    tests/launch/test_extra_ds_config_keys.py tries every key.
+    """
     timed = dataclasses.replace(recipe_of(), extra={"wall_clock_breakdown": True})
     assert codes(timed, GOOD) == {"SW3133": "error"}
     assert codes(timed, change(pipeline=1, data=4, gradient_accumulation_steps=4)) == {}

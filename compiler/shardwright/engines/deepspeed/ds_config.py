@@ -71,7 +71,7 @@ EXTRA_KEYS_ALLOWED: tuple[str, ...] = (
 )
 """Keys and sections that change neither what is trained nor what the plan says of memory and layout
 by more than their own buffers. `make prove` trains with each, saves, and goes on on another layout
-(tests/launch/test_extra.py)."""
+(tests/launch/test_extra_ds_config_keys.py)."""
 
 EXTRA_KEYS_REFUSED: dict[str, str] = {
     "zero_optimization.round_robin_gradients": "DeepSpeed then keeps the optimizer's masters in "

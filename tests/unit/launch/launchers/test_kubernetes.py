@@ -1,0 +1,297 @@
+"""The manifests and pods of Kubernetes, against its published schemas and programs that only
+print."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet as JobSet
+from ruamel.yaml import YAML
+
+from shardwright.diagnostics import Refusal
+from shardwright.launch.launchers.launch_files import kubernetes_name
+from shardwright.recipe import kubernetes_pod_patch
+from shardwright.recipe.recipe_loader import load_recipe
+from tests.unit.launch.launchers.fake_programs import install, start
+from tests.unit.launch.launchers.two_node_recipes import KUBERNETES, TWO_NODES, Compile
+from tools.generate import kubernetes_pod_fields
+
+SCHEMA = json.loads(Path(__file__).with_name("kubernetes.schema.json").read_text())
+KUBERNETES_VERSIONS = ("1.30", kubernetes_pod_fields.VERSION)
+
+
+def published(manifest: dict[str, Any]) -> None:
+    """Raises where the API does not take it. Jobs and Services by Kubernetes' OpenAPI, which the
+    package kubernetes-validate ships; JobSets by the models that Kubeflow generates from JobSet's,
+    kubeflow-trainer-api, which drop what they do not know, and the Job in them again by
+    Kubernetes'."""
+    if manifest["kind"] == "JobSet":
+        model = JobSet.from_dict(manifest)
+        assert model is not None and model.to_dict() == manifest
+        for job in manifest["spec"]["replicatedJobs"]:
+            published({"apiVersion": "batch/v1", "kind": "Job", **job["template"]})
+    else:
+        for version in KUBERNETES_VERSIONS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """As kubectl reads it: YAML 1.1, in which `on` and `yes` are no texts."""
+    loader = YAML(typ="safe")
+    loader.version = "1.1"
+    manifest: dict[str, Any] = loader.load(path.read_text())
+    published(manifest)
+    return manifest
+
+
+def manifests(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(service, job), valid ones."""
+    service, job = (read(out / f"launch/{name}.yaml") for name in ("service", "job"))
+    for each in (service, job):
+        jsonschema.validate(
+            each, SCHEMA
+        )  # our own, with the forms of names, which the API's does not have
+    return service, job
+
+
+def test_kubernetes_is_an_indexed_job_with_a_pod_a_node(compiled: Compile) -> None:
+    section = {**KUBERNETES, "namespace": "team", "secret": "tokens", "restarts": 5}
+    service, job = manifests(compiled({"kubernetes": section, "env_from": ["TOKEN"]}))
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert spec["backoffLimit"] == 10
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    # A pod's name in DNS is JOB-INDEX.SUBDOMAIN, for which the service must carry the subdomain's
+    # name.
+    assert pod["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"] == "small"
+    assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"]
+    assert {"name": "MASTER_ADDR", "value": "small-0.small"} in container["env"]
+    token = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "tokens", "key": "TOKEN"}}}
+    assert token in container["env"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert (container["image"], container["workingDir"]) == ("ghcr.io/me/train:1", "/shared/run")
+    assert job["metadata"]["namespace"] == service["metadata"]["namespace"] == "team"
+
+
+def test_kubernetes_jobset_starts_all_pods_again(compiled: Compile) -> None:
+    section = {
+        **KUBERNETES,
+        "namespace": "team",
+        "secret": "tokens",
+        "restarts": 5,
+        "kind": "jobset",
+    }
+    out = compiled({"kubernetes": section, "env_from": ["TOKEN"]})
+    jobset = read(out / "launch/jobset.yaml")
+    assert not (out / "launch/service.yaml").exists() and not (out / "launch/job.yaml").exists()
+    assert "kubectl create -f launch/jobset.yaml" in (out / "launch.sh").read_text()
+    (ranks,) = jobset["spec"]["replicatedJobs"]
+    job = ranks["template"]["spec"]
+    assert (jobset["spec"]["failurePolicy"]["maxRestarts"], job["backoffLimit"]) == (5, 0)
+    assert (
+        job["completionMode"],
+        job["completions"],
+        job["template"]["spec"]["restartPolicy"],
+    ) == (
+        "Indexed",
+        2,
+        "Never",
+    )
+    # A pod's name in DNS is JOBSET-REPLICATEDJOB-0-INDEX.SUBDOMAIN.
+    assert jobset["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": "small"}
+    (container,) = job["template"]["spec"]["containers"]
+    assert {"name": "MASTER_ADDR", "value": "small-ranks-0-0.small"} in container["env"]
+    assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == container["name"]
+    long = read(compiled({"kubernetes": section}, name="x" * 64) / "launch/jobset.yaml")[
+        "metadata"
+    ]["name"]
+    assert len(f"{long}-ranks-0-12799-abcde") <= 63
+
+
+PATCH: dict[str, Any] = {
+    "metadata": {"annotations": {"on": "yes"}},
+    "spec": {
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "nodeSelector": {"gpu": "h100"},
+        "hostNetwork": True,
+        "terminationGracePeriodSeconds": None,
+        "containers": [
+            {
+                "name": "ranks",
+                "resources": {
+                    "limits": {"rdma/hca_shared_devices_a": 1, "memory": "1500Gi"},
+                    "requests": {"cpu": 96},
+                },
+                "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                "env": [
+                    {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+                ],
+                "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+            },
+            {"name": "watcher", "image": "w:1"},
+        ],
+        "volumes": [
+            {"name": "memory", "emptyDir": {"sizeLimit": "200Gi"}},
+            {"name": "scratch", "hostPath": {"path": "/raid"}},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_kubernetes_pod_patch(kind: str, compiled: Compile) -> None:
+    labels = {"kueue.x-k8s.io/queue-name": "team"}
+    section = {**KUBERNETES, "kind": kind, "labels": labels, "pod_patch": PATCH}
+    out = compiled({"kubernetes": section})
+    manifest = read(out / f"launch/{kind}.yaml")
+    assert manifest["metadata"]["labels"] == labels
+    job = (
+        manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+        if kind == "jobset"
+        else manifest["spec"]
+    )
+    template, pod = job["template"], job["template"]["spec"]
+    assert template["metadata"] == {
+        "labels": {"app.kubernetes.io/name": "small"},
+        "annotations": {"on": "yes"},
+    }
+    assert (pod["tolerations"], pod["nodeSelector"]) == (
+        PATCH["spec"]["tolerations"],
+        {"gpu": "h100"},
+    )
+    assert pod["hostNetwork"] is True and "terminationGracePeriodSeconds" not in pod
+    ranks, watcher = pod["containers"]
+    assert watcher == {"name": "watcher", "image": "w:1"}
+    assert ranks["resources"]["limits"] == {
+        "nvidia.com/gpu": 2,
+        "rdma/hca_shared_devices_a": 1,
+        "memory": "1500Gi",
+    }
+    assert ranks["resources"]["requests"] == {"cpu": 96}
+    assert ranks["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert [variable["name"] for variable in ranks["env"]] == ["MASTER_ADDR", "POD_IP"]
+    assert [mount["mountPath"] for mount in ranks["volumeMounts"]] == [
+        "/shared",
+        "/dev/shm",
+        "/scratch",
+    ]
+    memory = {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "200Gi"}}
+    assert pod["volumes"][1:] == [memory, {"name": "scratch", "hostPath": {"path": "/raid"}}]
+    assert "# NCCL and gloo share memory" in (out / f"launch/{kind}.yaml").read_text()
+
+
+RANKS = ("spec", "containers", 0)
+
+
+@pytest.mark.parametrize(
+    ("patch", "code", "key"),
+    [
+        ({"spec": {"tolaration": []}}, "SW1221", ("spec", "tolaration")),
+        ({"spec": {"tolerations": [{"kee": "a"}]}}, "SW1221", ("spec", "tolerations", 0, "kee")),
+        ({"spec": {"tolerations": {"key": "a"}}}, "SW1222", ("spec", "tolerations")),
+        ({"spec": {"nodeSelector": {"gpu": True}}}, "SW1222", ("spec", "nodeSelector", "gpu")),
+        ({"spec": {"hostNetwork": "yes"}}, "SW1222", ("spec", "hostNetwork")),
+        ({"spec": {"containers": [{"image": "i"}]}}, "SW1222", RANKS),
+        ({"spec": {"containers": None}}, "SW1223", ("spec", "containers")),
+        ({"spec": None}, "SW1223", ("spec",)),
+        (
+            {"spec": {"containers": [{"name": "ranks", "resources": None}]}},
+            "SW1223",
+            (*RANKS, "resources"),
+        ),
+        ({"spec": {"restartPolicy": "Always"}}, "SW1223", ("spec", "restartPolicy")),
+        (
+            {"spec": {"volumes": [{"name": "shared", "emptyDir": {}}]}},
+            "SW1223",
+            ("spec", "volumes", 0),
+        ),
+        ({"spec": {"containers": [{"name": "ranks", "image": "i"}]}}, "SW1223", (*RANKS, "image")),
+        (
+            {
+                "spec": {
+                    "containers": [
+                        {"name": "ranks", "resources": {"limits": {"nvidia.com/gpu": 4}}}
+                    ]
+                }
+            },
+            "SW1223",
+            (*RANKS, "resources", "limits", "nvidia.com/gpu"),
+        ),
+        (
+            {"spec": {"containers": [{"name": "ranks", "env": [{"name": "TOKEN", "value": "x"}]}]}},
+            "SW1223",
+            (*RANKS, "env", 0),
+        ),
+    ],
+)
+def test_a_pod_patch_is_one(
+    patch: dict[str, Any], code: str, key: tuple[str, ...], write_recipe: Callable[..., Path]
+) -> None:
+    section = {**KUBERNETES, "secret": "s", "pod_patch": patch}
+    with pytest.raises(Refusal) as caught:
+        load_recipe(
+            write_recipe({**TWO_NODES, "launch": {"kubernetes": section, "env_from": ["TOKEN"]}})
+        )
+    assert [(d.code, d.key) for d in caught.value.diagnostics] == [
+        (code, ("launch", "kubernetes", "pod_patch", *key))
+    ]
+
+
+def test_the_fields_of_a_pod_are_the_published_ones() -> None:
+    assert kubernetes_pod_patch.TABLE_FILE.read_text() == kubernetes_pod_fields.text(), (
+        "run `make generated`"
+    )
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_the_schemas_of_the_manifests_see_a_misspelt_key(kind: str, compiled: Compile) -> None:
+    manifest = read(compiled({"kubernetes": {**KUBERNETES, "kind": kind}}) / f"launch/{kind}.yaml")
+    wrong = copy.deepcopy(manifest)
+    job = (
+        wrong["spec"]["replicatedJobs"][0]["template"]["spec"]
+        if kind == "jobset"
+        else wrong["spec"]
+    )
+    job["template"]["spec"]["containers"][0]["comand"] = []
+    with pytest.raises((jsonschema.ValidationError, AssertionError)):
+        published(wrong)
+    with pytest.raises((jsonschema.ValidationError, AssertionError)):
+        published({**manifest, "spec": {**manifest["spec"], "sped": 1}})
+
+
+def test_kubernetes_pod_starts_its_nodes_ranks(compiled: Compile, tmp_path: Path) -> None:
+    out, path = compiled({"kubernetes": KUBERNETES}), install(tmp_path / "bin")
+    done = start(
+        out, path, script="launch/node.sh", JOB_COMPLETION_INDEX="1", MASTER_ADDR="small-0.small"
+    )
+    assert (
+        "<--node_rank><1><--master_addr><small-0.small><--master_port><29500><train.py>"
+        in done.stdout
+    )
+    created = start(out, path).stdout
+    assert (
+        created
+        == "kubectl:<apply><-f><launch/service.yaml>\nkubectl:<create><-f><launch/job.yaml>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen3_8B.v2", "qwen3-8b-v2"),
+        ("7b", "run-7b"),
+        ("-a-", "a"),
+        ("...", "run"),
+        ("x" * 64, "x" * 52),
+    ],
+)
+def test_kubernetes_name(name: str, expected: str) -> None:
+    assert kubernetes_name(name) == expected
