@@ -18,30 +18,30 @@ BEGIN, END = "<!-- made by `make generated` from benchmarks/ -->", "<!-- end -->
 OLDER = "†"
 """Marks a link to figures that were measured on other code than today's."""
 NOTE = (
-    f"{OLDER} The code that the figures speak of has changed since. `make prove-list` says "
-    "what is due."
+    f"{OLDER} The measured code has changed since this measurement. `make prove-list` lists the "
+    "pieces to run again."
 )
 LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))( {OLDER})?")
 
 AREAS = {
     "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
     "parity-wide": "expert ranks and context ranks, 8 steps",
-    "islands": "several islands against one process",
-    "random-runs": "random recipes against a plain loop, four steps and a resume",
+    "islands": "several islands, compared with one process",
+    "random-runs": "random recipes, compared with a plain loop, four steps and a resume",
     "resume": "resume after losing the last checkpoint",
     "resume-matrix": "resume on another layout, five steps",
     "zoo-zero": "every causal-LM type, data 2, ZeRO-2",
     "zoo-pipeline": "every causal-LM type, pipeline 2",
-    "zoo-tensor": "every causal-LM type, tensor 2, layers cut",
+    "zoo-tensor": "every causal-LM type, tensor 2, layers sharded",
     "zoo-tensor-fallback": "every causal-LM type, tensor 2, outputs gathered",
     "zoo-pipeline-tensor": "every causal-LM type, pipeline 2 x tensor 2",
     "zoo-expert": "every mixture of experts, expert 2 over data 2",
     "zoo-pipeline-expert": "every mixture of experts, pipeline 2 x expert 2",
     "zoo-context": "every causal-LM type, context 2",
     "zoo-pipeline-context": "every causal-LM type, pipeline 2 x context 2",
-    "zoo-sight": "every type that sees, taken apart",
-    "zoo-sight-pipeline": "every type that sees, pipeline 2",
-    "zoo-sight-zero": "every type that sees, data 2, ZeRO-3",
+    "zoo-sight": "every vision-language type, split into layers",
+    "zoo-sight-pipeline": "every vision-language type, pipeline 2",
+    "zoo-sight-zero": "every vision-language type, data 2, ZeRO-3",
 }
 _KEYS = {
     "parity": ("loss_absolute", "norm_relative", "weight_absolute"),
@@ -55,12 +55,21 @@ WORDS = {
 }
 
 
+VERDICTS = {
+    "refused": "rejected",
+    "not proved": "not verified",
+    "wrong": "wrong",
+    "error": "error",
+}
+"""Verdict in benchmarks/*.json -> the page's word for it."""
+
+
 def table() -> str:
     """A markdown table; areas that were not measured are left out."""
     rows = [
         (
-            "| `make prove`, two CPU cores | measured | cases | worst loss difference | worst norm "
-            "| worst weight |"
+            "| `make prove`, two CPU cores | date | cases | largest loss difference | of gradient "
+            "norms, relative | of weights |"
         ),
         "|---|---|---|---|---|---|",
     ]
@@ -101,7 +110,7 @@ def _random(document: dict[str, Any]) -> list[str]:
     runs = [case for case in document["cases"].values() if "outcome" in case]
     outcomes = [case["outcome"] for case in runs]
     exact = [case for case in runs if case["outcome"] == "equal" and " bf16 " not in case["words"]]
-    count = f"{outcomes.count('equal')} of {len(runs)} equal, {outcomes.count('refused')} refused"
+    count = f"{outcomes.count('equal')} of {len(runs)} equal, {outcomes.count('refused')} rejected"
     return [
         count,
         *(
@@ -120,11 +129,11 @@ def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
         verdicts = [c["verdict"] for c in cases.values()]
         proved = [c for c in cases.values() if c["verdict"] == "proved"]
         others = [
-            f"{verdicts.count(v)} {v}"
-            for v in ("refused", "not proved", "wrong", "error")
-            if v in verdicts
+            f"{verdicts.count(verdict)} {word}"
+            for verdict, word in VERDICTS.items()
+            if verdict in verdicts
         ]
-        count = ", ".join([f"{len(proved)} of {len(cases)} proved", *others])
+        count = ", ".join([f"{len(proved)} of {len(cases)} verified", *others])
     return [
         count,
         *(f"{worst_of_cases(proved, key):.1e}" if key in proved[0] else "" for key in keys),
