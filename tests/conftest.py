@@ -12,9 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.missing_packages import skip_tests_of_missing_packages
-
-pytest_plugins = ["tools.prove.pytest_proofs"]
+pytest_plugins = ["tools.prove.pytest_proofs", "tests.missing_packages"]
 
 # Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is
 # imported.
@@ -55,9 +53,6 @@ SMALL_RECIPE: dict[str, Any] = {
         "micro_batch_size": 2,
     },
 }
-
-
-skip_tests_of_missing_packages()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,10 +1,11 @@
-"""Under a Python without torch (`make test-light`), a test that comes to import it is skipped."""
+"""pytest's plugin for a Python without torch (`make test-light`): a test that comes to import it is
+skipped."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from importlib.abc import MetaPathFinder
 from importlib.metadata import DistributionFinder
 
@@ -38,6 +39,19 @@ def _skip(name: str | None) -> None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
-def skip_tests_of_missing_packages() -> None:
+def pytest_configure() -> None:
     if importlib.util.find_spec("torch") is None:
         sys.meta_path.append(SkippingFinder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Forgets a skipped test file, which pytest leaves in sys.modules half executed: another one
+    that imports it is skipped then, instead of missing names in it."""
+    report = yield
+    if report.skipped and isinstance(collector, pytest.Module):
+        parts = collector.path.relative_to(collector.config.rootpath).with_suffix("").parts
+        sys.modules.pop(".".join(parts), None)
+    return report

@@ -30,6 +30,7 @@ def files_under(folder: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """sdist, and the wheel made from that sdist."""
+    pytest.importorskip("build")
     out = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
         [

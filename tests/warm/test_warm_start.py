@@ -17,6 +17,8 @@ import pytest
 
 from tests import warm
 
+pytest.importorskip("deepspeed")
+
 _SAY = """
 import json, os, sys, threading
 print(json.dumps([sys.argv, os.getcwd(), os.environ["OWN"], sys.stdin.read(), "torch" in sys.modules, sys.path[0]]))

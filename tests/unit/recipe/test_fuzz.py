@@ -157,7 +157,7 @@ def test_overrides(overrides: list[str]) -> None:
     reads(GOOD.encode(), tuple(overrides))
 
 
-VALUES: tuple[JsonValue, ...] = (
+REPLACEMENTS: tuple[JsonValue, ...] = (
     *(None, True, 0, -1, 1.5, 2.0, 10**12, "", "auto", "x y", "fp32", "a/b", "1:2"),
     *([], ["a"], [1, 2], {}, {"a": 1}, {"full": 2}, {"kind": "text"}),
 )
@@ -189,7 +189,7 @@ data: {kind: chat, path: b, template: t, images: {per_row: 1, max_pixels: 4096}}
         if isinstance(place, dict) and random.random() < 0.2:
             del place[key]
         else:
-            place[key] = random.choice(VALUES)
+            place[key] = random.choice(REPLACEMENTS)
         is_valid = valid.is_valid(document)
         assert (schema_errors(document) == ()) == is_valid, document
         refused += not is_valid

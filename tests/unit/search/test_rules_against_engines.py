@@ -18,6 +18,7 @@ WORKER = Path(__file__).with_name("rule_probe_worker.py")
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    pytest.importorskip("deepspeed")
     out = tmp_path_factory.mktemp("probes") / "found.json"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "SHARDWRIGHT_PROBES_OUT": str(out)}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
