@@ -1,5 +1,5 @@
 """`make fit-cost`: fits the constants to the published rows and writes
-compiler/shardwright/cost/constants.json.
+compiler/shardwright/cost/constants.json, and engines/assumed_runs.json.
 
 From the priors, so that the same rows give the same file.
 """
@@ -14,11 +14,14 @@ from pathlib import Path
 import numpy as np
 
 import shardwright.cost
+import shardwright.engines
 from shardwright.cost.cost_constants import Constants, constant_entries, default_constants
+from tools.fit_cost.assumed_runs import ASSUMED_RUNS
 from tools.fit_cost.least_squares_fit import fit, fitted_names, memory_target, priors, time_target
 from tools.fit_cost.published_runs import Case, estimate, load_cases, load_engine_cases
 
 FILE = Path(shardwright.cost.__file__).with_name("constants.json")
+ASSUMED = Path(shardwright.engines.__file__).with_name("assumed_runs.json")
 DIGITS = 4
 # memory_headroom: auto keeps free what the prediction falls short by in nineteen rows of twenty.
 HEADROOM_PERCENTILE = 95
@@ -53,7 +56,12 @@ def document(cases: list[Case], c: Constants) -> dict[str, object]:
     }
 
 
+def write_assumed_runs() -> None:
+    ASSUMED.write_text(json.dumps({"written_by": "make fit-cost", **ASSUMED_RUNS}, indent=1) + "\n")
+
+
 def main() -> None:
+    write_assumed_runs()
     cases = load_cases() + load_engine_cases()
     c = fit(cases, priors())
     c = dataclasses.replace(c, memory_headroom=headroom(cases, c))

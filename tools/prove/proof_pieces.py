@@ -36,7 +36,8 @@ LAUNCH = (
 )
 TRAITS = (
     "engines/engine_definition.py",
-    "engines/kernel_traffic.py",
+    "engines/run_profiles.py",
+    "engines/assumed_runs.json",
     "engines/engine_table.py",
     "engines/deepspeed/deepspeed_capabilities.py",
     "engines/megatron",

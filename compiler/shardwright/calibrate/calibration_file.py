@@ -14,6 +14,7 @@ from shardwright.cost import kernel_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.kernel_seconds import Device, product_seconds
 from shardwright.cost.layer_times import peak_flops
+from shardwright.engines.run_profiles import KernelProfile
 from shardwright.layout.formats import element_bytes
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.planning_problem import Problem
@@ -144,7 +145,8 @@ def fit_constants(
         optimizer and optimizer * hbm * c.memory_efficiency,
     )
     host = _median(s.seconds.value for s in those("host floor"))
-    take("launch_seconds", those("host floor"), host and host / c.kernels_per_layer("auto"))
+    launches = c.of_family("kernels_per_layer", KernelProfile().family)
+    take("launch_seconds", those("host floor"), host and host / launches)
     copies = _median(s.sizes["bytes"] / s.seconds.value for s in those("pinned copy"))
     take("host_link_bytes_per_second", those("pinned copy"), copies)
     adam = _median(

@@ -198,7 +198,7 @@ def layer_all_reduces(priced: PricedLayout) -> LayerAllReduces:
     recomputed = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}
     if s.checkpointing == "selective" and not priced.traits.selective_recomputes_projections:
         recomputed = {"selective": (0, 0)}
-    elif recompute_stops_early(priced.graph, priced.recipe.assume.kernels):
+    elif recompute_stops_early(priced.graph, priced.kernels):
         # The last product's all-reduce is skipped together with the product.
         recomputed = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}
     recomputed_attention, recomputed_feed_forward = recomputed[s.checkpointing]

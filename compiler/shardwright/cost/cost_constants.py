@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TypedDict
 
-from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
-
 
 class ConstantEntry(TypedDict):
     """Describe one constant; prior_spread: how far the fit may move its logarithm, 0 if not
@@ -86,27 +84,9 @@ class Constants:
     logit_bytes_compiled: float
     memory_headroom: float
 
-    def score_passes(self, kernels: str) -> float:
-        return self._of(KERNEL_TRAFFIC[kernels].constants, "score_passes")
-
-    def logit_traffic_bytes(self, kernels: str) -> float:
-        return self._of(KERNEL_TRAFFIC[kernels].constants, "logit_traffic_bytes")
-
-    def kernels_per_layer(self, kernels: str) -> float:
-        return self._of(KERNEL_TRAFFIC[kernels].constants, "kernels_per_layer")
-
-    def logit_bytes(self, kernels: str) -> float:
-        return self._of(kernels, "logit_bytes")
-
-    def overlap(self, traffic: str) -> float:
-        """Return the share of communication that overlaps with compute.
-
-        traffic: as in engines.engine_definition's EngineTraits
-        """
-        return self._of(traffic, "overlap")
-
-    def _of(self, kernels: str, name: str) -> float:
-        value: float = getattr(self, f"{name}_{kernels}")
+    def of_family(self, name: str, family: str) -> float:
+        """Return the constant of a family of kernels or engines (engines/run_profiles.py)."""
+        value: float = getattr(self, f"{name}_{family}")
         return value
 
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwright.engines.run_profiles import KernelProfile
 from shardwright.layout.tensor_parallel_map import (
     TRANSPOSED_LINEAR_TYPES,
     is_attention_sharded,
@@ -336,14 +337,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return result
 
 
-# Saved activation bytes by layer. `assume.kernels: auto` and `hf` use the traced bytes of the
-# model's modules. `megatron` and `compiled` assume other code of the same shapes, which arXiv
-# 2205.05198's formula counts. The formula also counts layers that could not be traced, and `hf` of
-# a GPT-2 (see runs_hf_modules).
-
-# Published runs of plain GPTs in PyTorch are written as GPT-2 recipes. They ran MPT and similar
-# models, whose GELU and loss are fused (decision 011).
-PUBLISHED_GPT_TYPE = "gpt2"
+# Saved activation bytes by layer: the traced bytes of the model's modules, or arXiv 2205.05198's
+# formula where other code of the same shapes runs, and for layers that could not be traced.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,20 +384,14 @@ class SavedActivations:
         )
 
 
-def runs_hf_modules(graph: ModelGraph, kernels: str) -> bool:
-    """Return whether the recipe's own Hugging Face modules ran."""
-    return kernels == "auto" or (kernels == "hf" and graph.model_type != PUBLISHED_GPT_TYPE)
-
-
-def uses_selective_op(graph: ModelGraph, kernels: str) -> bool:
+def uses_selective_op(graph: ModelGraph, kernels: KernelProfile) -> bool:
     """Return whether "selective" means torch's selective checkpointing by operator.
 
     It saves each layer's input, fused attention's output and every second product's result (arXiv
-    2410.06511, 2.2.3). PyTorch code other than this project's runtime calls that selective; the
-    runtime recomputes the attention module.
+    2410.06511, 2.2.3). This project's runtime recomputes the attention module instead.
     """
     experts = any(p.batch > 1 for kind in model_shapes(graph, 1).kinds for p in kind.products)
-    return kernels in ("hf", "compiled") and not experts
+    return kernels.selective_by_operator and not experts
 
 
 @memoize(lambda graph, *how: (graph.identity, *how))
@@ -411,9 +400,8 @@ def activations(
     sequence_length: int,
     element_bytes: int,
     checkpointing: Checkpointing,
-    kernels: str,
+    kernels: KernelProfile,
 ) -> SavedActivations:
-    traced = runs_hf_modules(graph, kernels)
     by_product = uses_selective_op(graph, kernels)
 
     def share(layer: Layer, mode: Checkpointing) -> ActivationBytes:
@@ -421,11 +409,11 @@ def activations(
             return _selective_op_bytes(graph, layer, sequence_length * element_bytes, kernels)
         saved = (
             saved_activations_entry(layer.kept, mode, element_bytes, sequence_length)
-            if traced
+            if kernels.traces_activations
             else None
         )
         if saved is None:
-            return _published(graph, layer, sequence_length, element_bytes, mode, kernels)
+            return _formula_bytes(graph, layer, sequence_length, element_bytes, mode, kernels)
         return ActivationBytes(
             replicated=saved.unsharded_bytes(sequence_length),
             sharded=saved.sharded_bytes(sequence_length),
@@ -440,7 +428,7 @@ def activations(
     ]
     context = (
         saved_activations_entry(graph.context, "none", element_bytes, sequence_length)
-        if traced
+        if kernels.traces_activations
         else None
     )
     return SavedActivations(
@@ -478,20 +466,19 @@ def _recomputed_bytes(
     )
 
 
-def _published(
+def _formula_bytes(
     graph: ModelGraph,
     layer: Layer,
     sequence_length: int,
     element_bytes: int,
     mode: str,
-    kernels: str,
+    kernels: KernelProfile,
 ) -> ActivationBytes:
     """Return arXiv 2205.05198's activation bytes.
 
     The inputs and outputs of both norms and the dropout masks are replicated on every tensor rank.
     torch.compile's partitioner recomputes cheap operators: it saves the norms' inputs, and the
-    results of the feed-forward's products. GPTs in PyTorch are pretrained without dropout, whatever
-    GPT-2's configuration says.
+    results of the feed-forward's products.
     """
     size = sequence_length * element_bytes
     if layer.kind != "decoder":
@@ -502,9 +489,9 @@ def _published(
     replicated = 4 * graph.hidden_size + masks
     attention = layer.attention_activation_elements_per_token
     sharded = max(0, layer.activation_elements_per_token - attention - replicated)
-    if kernels == "hf":
+    if not kernels.dropout:
         replicated -= masks
-    if kernels == "compiled":
+    if kernels.recomputes_elementwise:
         replicated, sharded = 2 * graph.hidden_size, sharded // 2
     if mode == "none":
         scores = (
@@ -517,7 +504,7 @@ def _published(
 
 
 def _selective_op_bytes(
-    graph: ModelGraph, layer: Layer, size: int, kernels: str
+    graph: ModelGraph, layer: Layer, size: int, kernels: KernelProfile
 ) -> ActivationBytes:
     """Return the bytes that selective checkpointing by operator saves (see uses_selective_op).
 
@@ -533,15 +520,15 @@ def _selective_op_bytes(
     sharded = sum(p.n for p in saved) - last
     if graph.attention != "eager":
         sharded += graph.attention_heads * graph.head_dim
-    replicated = graph.hidden_size + (0 if kernels == "compiled" else last)
+    replicated = graph.hidden_size + (0 if kernels.recomputes_elementwise else last)
     return ActivationBytes(replicated=replicated * size, sharded=sharded * size)
 
 
-def recompute_stops_early(graph: ModelGraph, kernels: str) -> bool:
+def recompute_stops_early(graph: ModelGraph, kernels: KernelProfile) -> bool:
     """Return whether recomputation skips the last product, whose result no backward pass reads.
 
     torch's non-reentrant checkpoint does, and this project's runtime uses it
     (torch.utils.checkpoint.set_checkpoint_early_stop), unless a dropout after the product keeps its
-    mask. Megatron's own checkpoint repeats all.
+    mask.
     """
-    return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)
+    return kernels.stops_recompute_early and not (kernels.dropout and graph.max_dropout > 0)

@@ -44,7 +44,7 @@ from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_seconds, vision_encoder_seconds
 from shardwright.cost.vision_encoder_flops import largest_image_sequence
 from shardwright.engines.engine_table import traits_of
-from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
+from shardwright.engines.run_profiles import kernel_profile
 from shardwright.layout.formats import FORMATS, element_bytes
 from shardwright.layout.gpu_cluster import Gpu
 from shardwright.layout.layout import Layout
@@ -167,8 +167,9 @@ class _MicroBatchCosts:
     ) -> None:
         precision = recipe.training.precision
         self.recipe, self.graph, self.s, self.c = recipe, graph, s, c
-        self.kernels, self.mfu = recipe.assume.kernels, recipe.assume.mfu
-        self.traits = traits_of(recipe.target, self.kernels, s)
+        self.kernels = kernel_profile(recipe.assume.kernels, graph.model_type)
+        self.mfu = recipe.assume.mfu
+        self.traits = traits_of(recipe.target, recipe.assume.kernels, s)
         # Frozen weights have no gradient; the adapters' own products are a few percent.
         self.frozen = recipe.lora is not None or is_decoder_frozen(graph, recipe.model.freeze)
         self.length = recipe.training.sequence_length
@@ -213,7 +214,9 @@ class _MicroBatchCosts:
         else:
             selective = scores + projections[0] - unread_inside + moved_inside
         floor = (
-            0.0 if self.is_cpu else self.c.kernels_per_layer(self.kernels) * self.c.launch_seconds
+            0.0
+            if self.is_cpu
+            else self.c.of_family("kernels_per_layer", self.kernels.family) * self.c.launch_seconds
         )
         forward, backward = max(forward, floor), max(backward, BACKWARD_OVER_FORWARD * floor)
         return (
@@ -251,10 +254,10 @@ class _MicroBatchCosts:
                 self._backward_at_mfu(forward),
                 forward if self.s.loss == "chunked" else 0.0,
             )
-        multiple = KERNEL_TRAFFIC[self.kernels].vocabulary_multiple
+        multiple = self.kernels.vocabulary_multiple
         width = -(-width // multiple) * multiple
         forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
-        logits = self.tokens * width * self.c.logit_traffic_bytes(self.kernels)
+        logits = self.tokens * width * self.c.of_family("logit_traffic_bytes", self.kernels.family)
         loss = traffic_seconds(self.device, self.c, logits)
         moved = self.tokens * self.graph.layers[-1].activation_elements_per_token * self._element
         norm = traffic_seconds(self.device, self.c, moved)
@@ -348,7 +351,7 @@ class _MicroBatchCosts:
         degree = self.shapes.attention_degree
         heads = s.micro_batch_size * graph.attention_heads / (degree * s.context)
         if graph.attention == "eager":
-            passes = self.c.score_passes(self.kernels)
+            passes = self.c.of_family("score_passes", self.kernels.family)
             forward = eager_attention_seconds(
                 self.device,
                 self.c,
@@ -370,7 +373,7 @@ class _MicroBatchCosts:
     def _moved(self, kind: LayerShape) -> tuple[float, float]:
         """Return forward seconds of memory-bound kernels, inside and outside the attention
         module."""
-        passes, hidden, graph = KERNEL_TRAFFIC[self.kernels], self.graph.hidden_size, self.graph
+        passes, hidden, graph = self.kernels, self.graph.hidden_size, self.graph
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
         whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.eager_rms_norm
         whole = (whole + 2 * (passes.residual + dropout)) * hidden

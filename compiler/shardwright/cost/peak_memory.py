@@ -15,7 +15,7 @@ from shardwright.cost.communication_bytes import (
     unsharded_weights,
 )
 from shardwright.cost.cost_constants import Constants, default_constants
-from shardwright.cost.layer_shapes import ActivationBytes, SavedActivations, runs_hf_modules
+from shardwright.cost.layer_shapes import ActivationBytes, SavedActivations
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_bytes
 from shardwright.layout.formats import element_bytes
@@ -347,11 +347,7 @@ def _working_bytes(priced: PricedLayout, with_head: bool, recomputes: bool) -> f
     if with_head and priced.graph.task_traits.compares_pairs:
         loss = contrastive_loss_bytes(priced) + held(saved.head)
     elif with_head:
-        kernels = priced.recipe.assume.kernels
-        logits = (
-            c.logit_bytes("auto" if runs_hf_modules(priced.graph, kernels) else kernels)
-            * priced.shapes.head_width
-        )
+        logits = c.of_family("logit_bytes", priced.kernels.loss_family) * priced.shapes.head_width
         retained = _retained_output_bytes(priced)
         layer += retained
         loss = priced.logit_tokens * logits + held(saved.head)

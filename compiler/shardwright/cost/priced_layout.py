@@ -18,6 +18,7 @@ from shardwright.cost.layer_shapes import ModelShapes, SavedActivations, activat
 from shardwright.cost.vision_encoder_flops import vision_encoder_activation_bytes
 from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import traits_of
+from shardwright.engines.run_profiles import KernelProfile, kernel_profile
 from shardwright.layout.formats import accumulation_dtype, element_bytes
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
@@ -66,6 +67,7 @@ class PricedLayout:
     shapes: ModelShapes
     activations: SavedActivations
     traits: EngineTraits
+    kernels: KernelProfile
     element_bytes: int
     accumulation_dtype: str
     checkpointed_activations: SavedActivations | None = None
@@ -88,7 +90,7 @@ class PricedLayout:
 
     def group(self, ranks: int, stride: int) -> Group:
         """Return the group of `ranks` ranks, `stride` apart, over the fabric of the recipe or
-        published run."""
+        of the engine's traits."""
         return group_of(self.cluster, ranks, stride, self.traits.fabric)
 
     @property
@@ -173,10 +175,11 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
     recipe, graph = problem.recipe, problem.graph
     weight_bytes = element_bytes(recipe.training.precision)
     is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
+    kernels = kernel_profile(recipe.assume.kernels, graph.model_type)
 
     def saved(checkpointing: Checkpointing) -> SavedActivations:
         length = recipe.training.sequence_length
-        traced = activations(graph, length, weight_bytes, checkpointing, recipe.assume.kernels)
+        traced = activations(graph, length, weight_bytes, checkpointing, kernels)
         return _add_vision_encoder(
             problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)
         )
@@ -188,6 +191,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         shapes=model_shapes(graph, strategy.tensor),
         activations=saved("none" if is_partial else strategy.checkpointing),
         traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
+        kernels=kernels,
         checkpointed_activations=saved("full") if is_partial else None,
         element_bytes=weight_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),

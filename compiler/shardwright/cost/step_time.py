@@ -205,7 +205,7 @@ def _exposed(priced: PricedLayout, comm_seconds: float, compute_seconds: float) 
     cover is added.
     """
     assumed = priced.recipe.assume.mfu is not None
-    overlap = 1.0 if assumed else priced.constants.overlap(priced.traits.traffic)
+    overlap = 1.0 if assumed else priced.constants.of_family("overlap", priced.traits.traffic)
     return comm_seconds - overlap * min(comm_seconds, compute_seconds)
 
 
@@ -270,7 +270,7 @@ def host_transfer_seconds(priced: PricedLayout, rank: int, compute_seconds: floa
     )
     each = moved / c.host_link_bytes_per_second
     return s.gradient_accumulation_steps * (
-        each - c.overlap(priced.traits.traffic) * min(each, compute_seconds)
+        each - c.of_family("overlap", priced.traits.traffic) * min(each, compute_seconds)
     )
 
 
@@ -476,7 +476,7 @@ def _recomputed_in_layers(priced: PricedLayout) -> int:
             return products + scores
         case "selective" if not priced.traits.selective_recomputes_projections:
             return scores
-        case "selective" if uses_selective_op(priced.graph, priced.recipe.assume.kernels):
+        case "selective" if uses_selective_op(priced.graph, priced.kernels):
             whole = model_shapes(priced.graph, 1)
             dropped = [
                 2 * sum(p.n * p.k for p in recomputed_products(kind.products))

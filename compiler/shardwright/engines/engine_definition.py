@@ -42,7 +42,7 @@ class EngineTraits:
         whatever the host and the links add
     pipeline_raises_launch_cost: the launch cost grows with the tensor ranks where a pipeline
         crosses nodes
-    fabric: the published runs' fabric behind these traits, where the recipe names none
+    fabric: the fabric behind these traits, where the recipe names none
     context_gathers_kv: context ranks gather keys and values, instead of all-to-alls of heads
     chunked_loss, hpz: the engine supports them
     """

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.deepspeed.deepspeed_capabilities import DEEPSPEED
 from shardwright.engines.engine_definition import Engine, EngineTraits, Lowering
-from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
 from shardwright.engines.megatron.megatron_capabilities import MEGATRON
 from shardwright.engines.reference.reference_capabilities import REFERENCE
+from shardwright.engines.run_profiles import AssumedEngine, assumed_runs, kernel_profile
 from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.layout import Layout
-from shardwright.recipe.literal_types import Fabric
 from shardwright.recipe.recipe_types import Recipe
 
 if TYPE_CHECKING:
@@ -26,28 +24,6 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFE
 DEFAULT_TARGET = DEEPSPEED.name
 AUTO_TARGET = "auto"
 """Chooses the engine whose best plan is faster."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedEngine:
-    """Describe published runs that `assume.kernels` selects with a target: the traits that differ
-    from it.
-
-    family: see engine_family
-    """
-
-    title: str
-    family: str
-    traffic: str | None = None
-    zero3_gathers_flat_layers: bool | None = None
-    bucketed_zero: bool | None = None
-    zero_1_overlaps: bool | None = None
-    tensor_parallel_launch_cost: Literal["hidden", "floor", "added"] | None = None
-    pipeline_raises_launch_cost: bool | None = None
-    fuses_accumulation: bool | None = None
-    frees_gradients_after_add: bool | None = None
-    balances_stages_by_matmul_flops: bool | None = None
-    fabric: Fabric | None = None
 
 
 def engine_of(plan: Plan) -> Engine:
@@ -134,83 +110,30 @@ def lowering_of(target: str) -> Lowering:
     return cast(Lowering, import_module(ENGINES[target].lowering))
 
 
-PUBLISHED_ENGINES: dict[tuple[str, str], PublishedEngine] = {
-    # PyTorch gathers a layer from one flat buffer, and overlaps more of it where torch.compile
-    # leaves the host time.
-    ("deepspeed", "hf"): PublishedEngine(
-        title="PyTorch's FSDP",
-        family="PyTorch's FSDP",
-        traffic="fsdp",
-        zero3_gathers_flat_layers=True,
-    ),
-    ("deepspeed", "compiled"): PublishedEngine(
-        title="PyTorch's FSDP",
-        family="PyTorch's FSDP",
-        traffic="compiled",
-        zero3_gathers_flat_layers=True,
-    ),
-    # BigScience, MT-NLG, SC'21's ZeRO-3: DeepSpeed of 2021 and 2022 (decision 020).
-    ("deepspeed", "megatron"): PublishedEngine(
-        title="Megatron-DeepSpeed",
-        family="DeepSpeed of any age",
-        traffic="megatron",
-        bucketed_zero=True,
-        tensor_parallel_launch_cost="added",
-    ),
-    # The ultrascale playbook's runs, on AWS.
-    ("megatron", "hf"): PublishedEngine(
-        title="nanotron",
-        family="Megatron's layouts",
-        traffic="nanotron",
-        zero_1_overlaps=False,
-        tensor_parallel_launch_cost="floor",
-        pipeline_raises_launch_cost=True,
-        # FP32GradientAccumulator: a hook adds each gradient to a float32 buffer.
-        fuses_accumulation=False,
-        frees_gradients_after_add=True,
-        balances_stages_by_matmul_flops=True,
-        fabric="efa",
-    ),
-}
-"""Maps (target, assume.kernels) to how published runs differ from the engine itself."""
-
-
 def traits_of(target: str, kernels: str, s: Layout) -> EngineTraits:
-    """Return the traits of the engine whose runs are estimated.
-
-    An engine's own kernels, without ZeRO on one data rank, mean that engine whatever `target` says.
-
-    kernels: as in `assume`
-    """
-    alone = KERNEL_TRAFFIC[kernels].engine if s.zero_stage == 0 and s.zero_world_size == 1 else None
-    return _traits(alone or target, kernels)
-
-
-_ENGINE_FAMILIES = {"deepspeed": "DeepSpeed of any age", "megatron": "Megatron's layouts"}
+    """Return the traits of the engine whose run is priced; kernels: as in `assume`."""
+    alone = s.zero_stage == 0 and s.zero_world_size == 1
+    engine = kernel_profile(kernels, "").engine_without_zero if alone else None
+    return _traits(engine or target, kernels)
 
 
 @functools.cache
 def _traits(target: str, kernels: str) -> EngineTraits:
-    found, own = PUBLISHED_ENGINES.get((target, kernels)), ENGINES[target].traits
-    if found is None:
-        return own
-    changes = {
-        f.name: getattr(found, f.name)
-        for f in dataclasses.fields(found)
-        if f.name not in ("title", "family")
-    }
     return dataclasses.replace(
-        own, **{name: value for name, value in changes.items() if value is not None}
+        ENGINES[target].traits, **_assumed_engine(target, kernels).get("traits", {})
     )
 
 
+def _assumed_engine(target: str, kernels: str) -> AssumedEngine:
+    return assumed_runs()["engines"].get(target, {}).get(kernels, {})
+
+
 def engine_title(target: str, kernels: str) -> str:
-    """Name the engine whose runs are estimated."""
-    found = PUBLISHED_ENGINES.get((target, kernels))
-    return found.title if found else ENGINES[target].title
+    """Name the engine whose run is priced."""
+    return _assumed_engine(target, kernels).get("title", ENGINES[target].title)
 
 
 def engine_family(target: str, kernels: str) -> str:
     """Name the family of engines that are predicted alike, whose runs tell of one another."""
-    found = PUBLISHED_ENGINES.get((target, kernels))
-    return found.family if found else _ENGINE_FAMILIES.get(target, ENGINES[target].title)
+    own = assumed_runs()["families"].get(target, ENGINES[target].title)
+    return _assumed_engine(target, kernels).get("family", own)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardwright.cost.vision_encoder_flops import vision_encoder_flops
 from shardwright.engines.engine_table import traits_of
-from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
+from shardwright.engines.run_profiles import kernel_profile
 from shardwright.layout.layout import Layout
 from shardwright.layout.pipeline_step_time import (
     MAX_SIMULATED_DUALPIPEV_RANKS,
@@ -363,7 +363,7 @@ def assign_stages(
     if max_stages(graph) < s.stages:
         return _with_empty_stages(len(graph.layers), s.stages)
     if (
-        KERNEL_TRAFFIC[recipe.assume.kernels].equal_layers_per_stage
+        kernel_profile(recipe.assume.kernels, graph.model_type).equal_layers_per_stage
         and graph.decoder_layers % s.stages == 0
     ):
         return _equal_decoder_layers(graph, s.stages)
@@ -386,7 +386,7 @@ def assign_interleaved_stages(recipe: Recipe, graph: ModelGraph, parts: int) -> 
     if len(graph.layers) < parts:
         return _with_empty_stages(len(graph.layers), parts)
     if (
-        KERNEL_TRAFFIC[recipe.assume.kernels].equal_layers_per_stage
+        kernel_profile(recipe.assume.kernels, graph.model_type).equal_layers_per_stage
         and graph.decoder_layers % parts == 0
     ):
         return _equal_decoder_layers(graph, parts)

@@ -8,10 +8,11 @@ import dataclasses
 import pytest
 
 from shardwright.cost.cost_constants import default_constants
-from shardwright.cost.layer_shapes import activations
+from shardwright.cost.layer_shapes import SavedActivations, activations
 from shardwright.cost.layer_times import layer_seconds
+from shardwright.engines.run_profiles import kernel_profile
 from shardwright.layout.gpu_cluster import resolve_cluster
-from shardwright.models.model_graph import saved_activations_entry
+from shardwright.models.model_graph import ModelGraph, saved_activations_entry
 from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
 from tests.unit.cost.test_estimate import change, estimate
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
@@ -19,10 +20,18 @@ from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
 LENGTH = 4096
 
 
+def saved(
+    graph: ModelGraph, length: int, checkpointing: Checkpointing, kernels: str
+) -> SavedActivations:
+    """Return a sequence's saved activations in bf16; kernels: as in `assume`."""
+    profile = kernel_profile(kernels, graph.model_type)
+    return activations(graph, length, 2, checkpointing, profile)
+
+
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_the_models_own_kernels_keep_what_was_traced(checkpointing: Checkpointing) -> None:
     graph = graph_of(LLAMA_8B)
-    found = activations(graph, LENGTH, 2, checkpointing, "auto")
+    found = saved(graph, LENGTH, checkpointing, "auto")
     entry = saved_activations_entry(graph.layers[1].kept, checkpointing, 2, LENGTH)
     assert entry is not None
     layers = found.between(1, 33)
@@ -45,9 +54,9 @@ def test_other_kernels_keep_what_is_published() -> None:
     # results.
     elements = {"megatron": 4 * 4096 + 4 * 14336, "compiled": 2 * 4096 + 2 * 14336}
     for kernels, others in elements.items():
-        layer = activations(graph, LENGTH, 2, "none", kernels).between(1, 2)
+        layer = saved(graph, LENGTH, "none", kernels).between(1, 2)
         assert layer.replicated + layer.sharded == 2 * LENGTH * (attention + others)
-    assert activations(graph, LENGTH, 2, "none", "megatron").context.replicated == 0
+    assert saved(graph, LENGTH, "none", "megatron").context.replicated == 0
 
 
 def test_a_layer_that_was_not_traced_falls_back_to_the_formula() -> None:
@@ -60,20 +69,16 @@ def test_a_layer_that_was_not_traced_falls_back_to_the_formula() -> None:
         ),
         context=(),
     )
-    assert activations(untraced, LENGTH, 2, "none", "auto") == activations(
-        graph, LENGTH, 2, "none", "megatron"
-    )
+    assert saved(untraced, LENGTH, "none", "auto") == saved(graph, LENGTH, "none", "megatron")
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_hf_is_the_models_own_modules_but_for_a_gpt2(checkpointing: str) -> None:
     llama, gpt2 = graph_of(LLAMA_8B), graph_of({**SMALL_GPT2, "resid_pdrop": 0.1})
-    assert activations(llama, LENGTH, 2, checkpointing, "hf") == activations(
-        llama, LENGTH, 2, checkpointing, "auto"
-    )
+    assert saved(llama, LENGTH, checkpointing, "hf") == saved(llama, LENGTH, checkpointing, "auto")
     # MPT: both norms in and out, queries, keys, values and output, 8 H of the feed-forward, and no
     # dropout masks.
-    layer = activations(gpt2, 128, 2, checkpointing, "hf").between(1, 2)
+    layer = saved(gpt2, 128, checkpointing, "hf").between(1, 2)
     assert layer.replicated + layer.sharded == 128 * 2 * 64 * (16 if checkpointing == "none" else 1)
 
 
@@ -83,12 +88,12 @@ def test_selective_by_operator_keeps_every_second_product() -> None:
     graph = graph_of(LLAMA_8B)
     kept = 4096 + 4096 + 1024 + 14336 + 4096
     for kernels, elements in (("compiled", kept), ("hf", kept + 4096)):
-        layer = activations(graph, LENGTH, 2, "selective", kernels).between(1, 2)
+        layer = saved(graph, LENGTH, "selective", kernels).between(1, 2)
         assert layer.replicated + layer.sharded == 2 * LENGTH * elements
 
 
 def test_tensor_ranks_share_the_divided_part_alone() -> None:
-    share = activations(graph_of(LLAMA_8B), LENGTH, 2, "none", "auto").between(1, 2)
+    share = saved(graph_of(LLAMA_8B), LENGTH, "none", "auto").between(1, 2)
     assert share.on_rank(4, sequence_parallel=False) == share.replicated + share.sharded / 4
     assert share.on_rank(4, sequence_parallel=True) == (share.replicated + share.sharded) / 4
 

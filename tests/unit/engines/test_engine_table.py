@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
+from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import AUTO_TARGET, DEFAULT_TARGET, ENGINES, engine_of
-from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
+from shardwright.engines.run_profiles import assumed_runs, kernel_profile
 from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
+from tools.fit_cost.assumed_runs import ASSUMED_RUNS
 
 TESTS = Path(__file__).parents[2]
 
@@ -49,8 +52,17 @@ def test_the_recipe_offers_the_table() -> None:
         and offered["target"]["default"] == DEFAULT_TARGET
     )
     assume = schema_properties(offered["assume"], {})
-    assert assume["kernels"]["enum"] == list(KERNEL_TRAFFIC)
+    assert assume["kernels"]["enum"] == ["auto", *assumed_runs()["kernels"]]
 
 
 def test_a_kernel_set_names_an_engine_of_the_table() -> None:
-    assert {kernels.engine for kernels in KERNEL_TRAFFIC.values()} - {None} <= ENGINES.keys()
+    profiles = [kernel_profile(kernels, "") for kernels in assumed_runs()["kernels"]]
+    assert {profile.engine_without_zero for profile in profiles} - {None} <= ENGINES.keys()
+
+
+def test_the_packaged_runs_are_those_of_the_fit() -> None:
+    assert assumed_runs() == {"written_by": "make fit-cost", **ASSUMED_RUNS}
+    traits = {field.name for field in dataclasses.fields(EngineTraits)}
+    for target, engines in assumed_runs()["engines"].items():
+        assert target in ENGINES and engines.keys() <= assumed_runs()["kernels"].keys()
+        assert all(engine["traits"].keys() <= traits for engine in engines.values())

@@ -1,0 +1,97 @@
+"""Describe whose run the cost model prices: the recipe's own, or one that `assume.kernels` names.
+
+The cost model reads these records, never a name. Records of assumed runs are in assumed_runs.json,
+which `make fit-cost` writes: only tools/fit_cost knows the published runs behind them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, TypedDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelProfile:
+    """Count what a layer's kernels move, save and recompute; the defaults are Hugging Face's.
+
+    norm, eager_rms_norm, residual, dropout: elements read and written in a forward pass, by element
+        of the hidden size; the eager RMSNorm casts, squares, scales and weighs one by one, partly
+        in float32, and dropout has a one-byte mask
+    rotary: the same, by element of queries and keys
+    feed_forward: the same, by saved element (plain: the activation's input and output; gated: gate,
+        up, activated gate, product)
+    family: suffix of the kernels' own constants (cost/constants.json)
+    loss_family: the same, of the bytes at the loss
+    traces_activations: saved activations are those of the traced modules; else arXiv 2205.05198's
+    recomputes_elementwise: the backward pass recomputes cheap operators, as torch.compile does
+    selective_by_operator: "selective" is torch's, by operator (arXiv 2410.06511, 2.2.3)
+    stops_recompute_early: a checkpoint's recomputation ends once all that it dropped is back
+    vocabulary_multiple: the head's width on a rank is padded to it
+    equal_layers_per_stage: stages hold equally many decoder layers, whatever embedding and head
+        add, where that divides
+    engine_without_zero: without ZeRO on one data rank, the traits are those of this engine
+    """
+
+    norm: float = 2
+    eager_rms_norm: float = 14
+    residual: float = 3
+    dropout: float = 2.5
+    rotary: float = 9
+    feed_forward: float = 1.25
+    family: str = "hf"
+    loss_family: str = "auto"
+    traces_activations: bool = True
+    recomputes_elementwise: bool = False
+    selective_by_operator: bool = False
+    stops_recompute_early: bool = True
+    vocabulary_multiple: int = 1
+    equal_layers_per_stage: bool = False
+    engine_without_zero: str | None = None
+
+
+class AssumedEngine(TypedDict, total=False):
+    """Hold how the engine of an assumed run differs from the target's.
+
+    title: the engine whose runs are estimated
+    family: engines that are predicted alike, whose runs tell of one another
+    traits: of EngineTraits
+    """
+
+    title: str
+    family: str
+    traits: dict[str, Any]
+
+
+class AssumedRuns(TypedDict):
+    """Hold assumed_runs.json.
+
+    kernels: by `assume.kernels`, the fields of KernelProfile that differ
+    model_kernels: by `assume.kernels` and model type, further ones
+    engines: by target and `assume.kernels`
+    families: by target, of runs that no entry of engines describes
+    """
+
+    kernels: dict[str, dict[str, Any]]
+    model_kernels: dict[str, dict[str, dict[str, Any]]]
+    engines: dict[str, dict[str, AssumedEngine]]
+    families: dict[str, str]
+
+
+@functools.cache
+def assumed_runs() -> AssumedRuns:
+    text = resources.files("shardwright.engines").joinpath("assumed_runs.json").read_text("utf-8")
+    runs: AssumedRuns = json.loads(text)
+    return runs
+
+
+@functools.cache
+def kernel_profile(kernels: str, model_type: str) -> KernelProfile:
+    """Return the profile of a model's kernels; kernels: as in `assume`."""
+    if kernels == "auto":
+        return KernelProfile()
+    runs = assumed_runs()
+    changes = runs["kernels"][kernels] | runs["model_kernels"].get(kernels, {}).get(model_type, {})
+    return replace(KernelProfile(), **changes)
