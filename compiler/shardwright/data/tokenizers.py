@@ -110,8 +110,10 @@ class TransformersTokenizer:
         if not self._hf.is_fast:
             raise refusal(
                 "SW6113",
-                f"{type(self._hf).__name__} has no character offsets of tokens",
-                "Save a fast tokenizer (tokenizer.json) and compile with it, or set train_on: all.",
+                f"data.train_on needs a fast tokenizer, and {type(self._hf).__name__} is a slow "
+                "one: its tokens have no character offsets",
+                "Convert the tokenizer to a fast one (tokenizer.json) and compile again, or set "
+                "data.train_on: all.",
             )
         encoded = self._encoding(text, return_offsets_mapping=True)
         places = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)

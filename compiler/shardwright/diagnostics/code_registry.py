@@ -212,7 +212,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3165": "Megatron-Core's expert ranks do not divide a stage's ranks",
     "SW3166": "Megatron-Core does not cut experts that have biases",
     "SW3167": "experts are cut over all tensor ranks or over none",
-    "SW3168": "Megatron-Core on GPUs was not run by us",
+    "SW3168": "Megatron-Core is not tested on GPUs",
     "SW3169": "Transformer Engine's layers are not taken in the layout",
     "SW3171": "not verified for a vision-language model",
     "SW3172": "the tower's work is not in the estimate",

@@ -34,8 +34,7 @@ def serve_outer_store(folder: Path, bind: str | None) -> int:
     plan = load_plan(folder)
     folders = island_folders(plan, folder)
     if not folders:
-        help = "Pass the compiled folder of a recipe with cluster.islands, not one island's folder."
-        raise refusal("SW6014", f"the plan in {str(folder)!r} has no islands", help)
+        raise _no_islands(folder)
     outer, secret = plan.diloco, distribute_secret(folder, folders)
     listener = _listen(bind or str(plan.launch.outer_store))
     members = Membership(
@@ -126,6 +125,14 @@ def _listen(address: str) -> socket.socket:
         ) from None
 
 
+def _no_islands(folder: Path) -> Refusal:
+    return refusal(
+        "SW6014",
+        f"the plan in {str(folder)!r} has no DiLoCo islands",
+        "Pass the compiled folder of a recipe with cluster.islands, not one island's folder.",
+    )
+
+
 def run_all_islands(folder: Path, resume: str) -> int:
     """Run every island and the store on this machine. Returns the first exit code that is not 0.
 
@@ -133,16 +140,14 @@ def run_all_islands(folder: Path, resume: str) -> int:
     """
     plan = load_plan(folder)
     folders = island_folders(plan, folder)
-    if not folders or plan.launch.launcher != "local":
-        why = (
-            "has no islands"
-            if not folders
-            else f"starts its ranks by {plan.launch.launcher}, not on this machine"
-        )
+    if not folders:
+        raise _no_islands(folder)
+    if plan.launch.launcher != "local":
         raise refusal(
             "SW6014",
-            f"--island all: the plan of {str(folder)!r} {why}",
-            "Start each island with `shardwright run DIR --island K`.",
+            f"--island all starts every island on this machine, but the plan in {str(folder)!r} "
+            f"uses the launcher {plan.launch.launcher}",
+            "Start each island by itself: `shardwright run DIR --island K`.",
         )
     distribute_secret(folder, folders)
     with _processes(plan, folder, resume) as (store, islands):

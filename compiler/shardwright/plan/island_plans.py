@@ -65,7 +65,7 @@ def select_island_folder(plan: Plan, folder: Path, island: int | None) -> Path:
             help,
         )
     if not folders:
-        message = f"--island {island}: the plan of {str(folder)!r} has no islands"
+        message = f"--island {island}: the plan in {str(folder)!r} has no DiLoCo islands"
         raise refusal(
             "SW6014", message, "Leave --island out, or compile a recipe with cluster.islands."
         )

@@ -30,6 +30,7 @@ from shardwright.recipe.recipe_tree import (
 LARGEST_INTEGER = 2**53
 INTEGER_HELP = "Write an integer of at most 9007199254740992, such as 1e12."
 MAX_RECIPE_DEPTH = 48
+_LESS_NESTING = f"Remove brackets or indentation: {MAX_RECIPE_DEPTH} levels are allowed."
 MAX_RECIPE_NODES = 20_000
 MAX_RECIPE_BYTES = 512 * 1024
 
@@ -56,7 +57,7 @@ def parse_recipe_text(text: str, lines: LineOffsets) -> tuple[Node | None, tuple
                     errors.append(error)
     except RecursionError:
         place = lines.at(0, 1)
-        errors.append(found("SW1011", place, "the recipe is nested too deeply", "Make it smaller."))
+        errors.append(found("SW1011", place, "the recipe is nested too deeply", _LESS_NESTING))
         return None, tuple(errors)
     except _ParseAborted as aborted:
         return None, (*errors, aborted.error)
@@ -88,13 +89,14 @@ class _TreeErrors:
         self.nodes += 1
         if self.nodes > MAX_RECIPE_NODES:
             what = f"has more than {MAX_RECIPE_NODES} values, aliases included"
-            raise _ParseAborted("SW1011", f"the recipe {what}", place, "Make it smaller.")
+            help = "Shorten the recipe. An alias counts each time the recipe uses it."
+            raise _ParseAborted("SW1011", f"the recipe {what}", place, help)
         if isinstance(node, ScalarNode):
             yield from _scalar_errors(node)
             return
         if depth == MAX_RECIPE_DEPTH:
             what = f"is nested more than {MAX_RECIPE_DEPTH} levels deep"
-            raise _ParseAborted("SW1011", f"the recipe {what}", place, "Make it smaller.")
+            raise _ParseAborted("SW1011", f"the recipe {what}", place, _LESS_NESTING)
         if isinstance(node, ListNode):
             for item in node.items:
                 yield from self.find(item, place, depth + 1)

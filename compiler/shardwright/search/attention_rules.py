@@ -194,9 +194,9 @@ def context_without_dropout(x: Candidate) -> Diagnostic | None:
         "SW3144",
         _KEY,
         (
-            f"context {x.strategy.context} beside dropout {largest:g} is not proved against a "
-            "plain run"
+            f"context {x.strategy.context} with dropout {largest:g} is not verified against a "
+            "single-process run"
         ),
-        "Use context: 1, or no dropout (keys of model.config, and lora.dropout).",
+        "Use context: 1, or set dropout to 0 (keys of model.config, and lora.dropout).",
         (1,),
     )

@@ -48,8 +48,8 @@ def fp16_on_cpu_error(precision: Precision, cluster: Cluster) -> Diagnostic | No
     return found(
         "SW3119",
         "training.precision",
-        f"DeepSpeed refuses to run precision {precision} on a CPU",
-        "Write bf16 or fp32, or name the GPU that it is for.",
+        f"DeepSpeed does not run precision {precision} on a CPU",
+        "Write precision: bf16 or fp32, or set cluster.gpu to a GPU.",
         tuple(name for name, row in FORMATS.items() if row.cpu),
     )
 
@@ -186,7 +186,8 @@ def tensor_group_in_node(x: Candidate) -> Diagnostic | None:
             f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would "
             "cross nodes"
         ),
-        "Tensor parallelism sends every layer's activations; keep it inside a node.",
+        f"Use a tensor degree that divides {slots}. Tensor ranks exchange activations in every "
+        "layer, which is slow between nodes.",
         nearest_divisors(slots, t),
     )
 
@@ -324,8 +325,9 @@ def learned_positions_cover_sequence(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3116",
         "training.sequence_length",
-        f"sequence_length {length} is longer than the model's table of {most} positions",
-        "Shorten the sequence, or raise the position count in model.config (with random weights).",
+        f"sequence_length {length} exceeds the model's {most} learned position embeddings",
+        f"Use sequence_length <= {most}. A model without pretrained weights can have more "
+        "positions: raise max_position_embeddings (n_positions for some types) in model.config.",
         (most,),
     )
 
@@ -423,8 +425,9 @@ def offload_fits_host_memory(x: Candidate) -> Diagnostic | None:
         return found(
             "SW3127",
             "parallelism.offload",
-            f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory",
-            "Give cluster.host_memory_gib, and the compiler checks that it is there.",
+            f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory, "
+            "whose size is unknown: cluster.host_memory_gib is not set",
+            "Set cluster.host_memory_gib, and the compiler checks that the offloaded states fit.",
             severity="warning",
         )
     if fits_in_host_memory(has, needed):

@@ -72,10 +72,10 @@ def expert_without_dropout(x: Candidate) -> Diagnostic | None:
         "SW3148",
         _EXPERT,
         (
-            f"expert {x.strategy.expert} beside dropout {x.graph.max_dropout:g} is not proved "
-            "against a plain run"
+            f"expert {x.strategy.expert} with dropout {x.graph.max_dropout:g} is not verified "
+            "against a single-process run"
         ),
-        "Use expert: 1, or no dropout (keys of model.config).",
+        "Use expert: 1, or set dropout to 0 (keys of model.config).",
         (1,),
     )
 
@@ -86,8 +86,8 @@ def expert_without_lora(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3149",
         _EXPERT,
-        f"expert {x.strategy.expert} beside LoRA is not proved against a plain run",
-        "Use expert: 1; zero_stage: 3 shares out the frozen experts instead.",
+        f"expert {x.strategy.expert} with LoRA is not verified against a single-process run",
+        "Use expert: 1; zero_stage: 3 shards the frozen experts instead.",
         (1,),
     )
 
@@ -129,7 +129,7 @@ def router_aux_loss_verified(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3159",
         _ROUTER_AUX_LOSS,
-        f"router_aux_loss beside {beside} is not proved against a plain run",
+        f"router_aux_loss with {beside} is not verified against a single-process run",
         "Write `router_aux_loss: off`, or train in bf16 without LoRA.",
         ("off",),
     )

@@ -102,9 +102,8 @@ def contrastive_is_data_parallel(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3181",
         f"parallelism.{axis}",
-        f"{axis} {degrees[axis]}: a contrastive loss compares the pairs of all ranks, which is "
-        "proved over data ranks alone",
-        f"Write `{axis}: 1`. ZeRO shares out the states of a model that is too large for a GPU.",
+        f"{axis} {degrees[axis]}: contrastive training is verified with data parallelism only",
+        f"Write `{axis}: 1`. For a model that is too large for one GPU, use zero_stage: 1, 2 or 3.",
         (1,),
     )
 

@@ -125,11 +125,10 @@ def check_no_other_run(plan: Plan, folder: Path, rank: int) -> None:
 def lease_lost(owner: LeaseOwner, folder: Path) -> Refusal:
     return refusal(
         "SW6216",
-        f"another run ({owner.place}) has taken over {str(folder)!r} while this one did not move",
-        (
-            "This one ends, and has written nothing since. `shardwright status` says how the other "
-            "is doing."
-        ),
+        f"another run ({owner.place}) has taken over {str(folder)!r}, because this run stopped "
+        "renewing its lease",
+        "Leave the folder to the other run, which `shardwright status` shows. This run stops and "
+        "has written nothing since.",
     )
 
 

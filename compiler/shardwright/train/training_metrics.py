@@ -72,12 +72,11 @@ class NonfiniteLossGuard:
         steps = f"steps {step - n + 1} to {step}" if n > 1 else f"step {step}"
         return refusal(
             "SW6311",
-            f"the loss is no finite number any more ({loss}, in {steps}): training ended, as "
-            f"training.stop_after_nonfinite: {self._limit} says",
-            "Nothing is trained by such steps. `shardwright run` goes on from the newest "
-            "checkpoint with a finite loss: before that compile again with a lower "
-            "training.optimizer.lr, more warm-up or precision: bf16, or look for the samples that "
-            "cause it.",
+            f"the loss is not finite in {steps} (last: {loss}): training stopped "
+            f"(training.stop_after_nonfinite: {self._limit})",
+            "Lower training.optimizer.lr, lengthen the warm-up, set precision: bf16, or remove the "
+            "samples that cause the loss; then compile again. `shardwright run` continues from the "
+            "newest checkpoint with a finite loss.",
         )
 
 

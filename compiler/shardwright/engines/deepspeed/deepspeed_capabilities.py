@@ -37,7 +37,7 @@ def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
         "SW3107",
         "parallelism.zero_stage",
         f"zero_stage 0 with pipeline {x.strategy.pipeline} computes a wrong gradient norm",
-        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
+        "Use zero_stage: 1, which clips gradients correctly and costs nothing with data: 1.",
         (1,),
     )
 
@@ -103,7 +103,7 @@ def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
         "SW3114",
         "parallelism.zero_stage",
         f"zero_stage 0 in {precision} drifts: DeepSpeed sums and updates in half precision there",
-        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
+        "Use zero_stage: 1, which accumulates in fp32 and costs nothing with data: 1.",
         (1,),
     )
 

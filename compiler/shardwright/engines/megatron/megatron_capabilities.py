@@ -236,7 +236,7 @@ def experts_without_sequence(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3156",
         "parallelism.sequence_parallel",
-        f"experts over tensor {s.tensor} want the sequence shared out too under target: megatron",
+        f"target: megatron runs experts with tensor {s.tensor} only with sequence parallelism",
         "Write `sequence_parallel: true`, or `tensor: 1`.",
     )
 
@@ -360,9 +360,9 @@ def not_tested_on_gpus(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3168",
         "target",
-        "target: megatron on GPUs: not run by us",
-        f"{gpu_layers_text(x)} Compare its first losses there with those of `target: deepspeed`: "
-        "weights and data are the same.",
+        "target: megatron is not tested on GPUs",
+        f"{gpu_layers_text(x)} Compare the first losses with those of `target: deepspeed`, which "
+        "starts from the same weights and data.",
         severity="warning",
     )
 

@@ -91,7 +91,7 @@ def transformer_engine_unavailable(x: Candidate) -> Diagnostic | None:
 def gpu_layers_text(x: Candidate) -> str:
     """Which layers a run on GPUs takes, for who has to decide whether to trust it."""
     why = "" if x.recipe.model.transformer_engine == "off" else transformer_engine_obstacle(x)
-    own = "this project's own in Megatron-Core, which are proved on CPU ranks"
+    own = "this project's own in Megatron-Core, which are verified on CPU ranks"
     if transformer_engine_choice(x) == "off":
         return f"Layers: {own}; without Transformer Engine{f': {why}' if why else ''}."
     other = (
@@ -135,7 +135,7 @@ def uses_transformer_engine(plan: Plan) -> bool:
     )
     if len(kinds := sorted(set(rank_layers))) > 1:
         ranks = "; ".join(f"{kind}: rank {rank_layers.index(kind)}" for kind in kinds)
-        raise refusal("SW6015", f"ranks have different layers: {ranks}", help_text)
+        raise refusal("SW6015", f"Transformer Engine differs between ranks: {ranks}", help_text)
     if not _absent():
         return True
     if wish == "on":
@@ -146,7 +146,7 @@ def uses_transformer_engine(plan: Plan) -> bool:
 def layers_log_line(plan: Plan, *, taken: bool) -> str:
     """A line for the log of a run on GPUs."""
     if taken:
-        return f"layers: Megatron-Core's of Transformer Engine {_version()}, not run by us"
+        return f"layers: Megatron-Core's of Transformer Engine {_version()}, not tested on GPUs"
     why = "" if plan.model.transformer_engine == "off" else f": {_absent()}"
     return f"layers: this project's own in Megatron-Core, without Transformer Engine{why}"
 
