@@ -22,7 +22,7 @@ def test_tied_gradients_are_summed_where_zero_accumulates_them(
     tests/parity trains it (gpt2-bf16-offload-pp2)."""
     deepspeed_fixes.patch_deepspeed()
     summed: list[torch.Tensor] = []
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: summed.append(tensor))
+    monkeypatch.setattr("deepspeed.comm.all_reduce", lambda tensor, group: summed.append(tensor))
     weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     weight.grad_accum = torch.ones(2)  # type: ignore[attr-defined]
     module = SimpleNamespace(get_tied_weights_and_groups=lambda: [(weight, None)])
