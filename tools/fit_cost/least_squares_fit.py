@@ -125,7 +125,7 @@ def step_seconds(case: Case, c: Constants) -> float:
     problem = case.problem
     strategy, boundaries = _placed(case)
     return estimate_time(
-        with_boundaries(build_priced_layout(problem, strategy, c), boundaries)
+        with_boundaries(build_priced_layout(problem, strategy, case.constants(c)), boundaries)
     ).step_seconds
 
 

@@ -25,6 +25,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_checked_layout
 from shardwright.search.legal_layouts import candidate_layouts
+from shardwright.utils.memoize import memoize
 from tools.fit_cost import score, score_engines
 
 ROWS = Path(__file__).with_name("rows.json")
@@ -71,16 +72,31 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        return Problem(
-            recipe=self.recipe,
-            graph=self.graph,
-            cluster=self.cluster,
-            expert_matrices_are_modules=True,
-        )
+        return Problem(recipe=self.recipe, graph=self.graph, cluster=self.cluster)
+
+    def constants(self, c: Constants) -> Constants:
+        """Return the constants of this run."""
+        return dataclasses.replace(c, hook_seconds=c.hook_seconds * hooks_per_module(self.graph))
 
     @property
     def project(self) -> str:
         return project_of(self.row)
+
+
+@memoize(lambda graph: graph.identity)
+def hooks_per_module(graph: ModelGraph) -> float:
+    """Return how many times as many of ZeRO-3's hooks the published runs had.
+
+    Their transformers 4 looped over experts in Python: each had three modules (gate, up and down),
+    where a layer's stacked experts now are one.
+    """
+    stacked = looped = 0
+    for layer in graph.layers:
+        experts = [p for p in layer.parameters if len(p.shape) == 3]
+        others = {p.name.rpartition(".")[0] for p in layer.parameters if len(p.shape) < 3}
+        stacked += len(others | {p.name.rpartition(".")[0] for p in experts})
+        looped += len(others) + 3 * max((p.shape[0] for p in experts), default=0)
+    return looped / stacked
 
 
 def project_of(row: Row) -> str:
@@ -138,7 +154,7 @@ def case_of(row: Row) -> Case:
 
 
 def estimate(case: Case, constants: Constants) -> Estimate:
-    return estimate_checked_layout(case.problem, case.strategy, (), constants)
+    return estimate_checked_layout(case.problem, case.strategy, (), case.constants(constants))
 
 
 def as_scored(found: Estimate) -> dict[str, Any]:

@@ -89,8 +89,7 @@ class ModelShapes:
     kind_of: for each of graph.layers an index into kinds; -1 for embedding and head
     numel: local parameters, prefix sums
     expert_numel: LayerShape's, prefix sums
-    modules: modules with parameters of their own, each matrix of an expert counted, prefix sums
-    stacked_modules: the same where a layer's experts are one module
+    modules: modules with parameters of their own, prefix sums; a layer's stacked experts are one
     decoder_flops: all decoder layers' products, those of the attention modules, scores
     head_flops: per token
     attention_degree, feed_forward_degree: tensor ranks that share the heads and the inner features;
@@ -109,7 +108,6 @@ class ModelShapes:
     gathered_products: tuple[int, ...]
     gathered_features: tuple[int, ...]
     modules: tuple[int, ...]
-    stacked_modules: tuple[int, ...]
     decoder_flops: tuple[int, int, int]
     head_flops: int
     attention_degree: int
@@ -156,10 +154,11 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         expert_numel=prefix(lambda kind: kind.expert_numel),
         gathered_products=prefix(lambda kind: kind.gathered_products),
         gathered_features=prefix(lambda kind: kind.gathered_features),
-        modules=(0, *itertools.accumulate(_modules(layer) for layer in graph.layers)),
-        stacked_modules=(
+        modules=(
             0,
-            *itertools.accumulate(_modules(layer, stacked=True) for layer in graph.layers),
+            *itertools.accumulate(
+                len({p.name.rpartition(".")[0] for p in layer.parameters}) for layer in graph.layers
+            ),
         ),
         decoder_flops=(
             sum(layer.matmul_flops_per_token for layer in decoder),
@@ -204,21 +203,6 @@ def _split_layers(
         numel.append(held)
         kind_of.append(-1 if shape is None else kinds.setdefault(shape, len(kinds)))
     return tuple(kinds), tuple(kind_of), tuple(numel)
-
-
-def _modules(layer: Layer, *, stacked: bool = False) -> int:
-    """Count modules with parameters; experts whose matrices are stacked in one tensor are one
-    module.
-
-    Published runs (transformers 4, a loop over experts in Python) have three each: gate, up and
-    down.
-    """
-    if stacked:
-        return len({p.name.rpartition(".")[0] for p in layer.parameters})
-    names = {p.name.rpartition(".")[0] for p in layer.parameters if len(p.shape) < 3}
-    return len(names) + 3 * max(
-        (p.shape[0] for p in layer.parameters if len(p.shape) == 3), default=0
-    )
 
 
 def _shared_numel(graph: ModelGraph, tensor: int) -> int:

@@ -186,11 +186,7 @@ def _hook_seconds(priced: PricedLayout, rank: int) -> float:
     ZeRO-3 fetches and releases around each module with parameters in the forward pass, its
     recomputation and the backward pass (DeepSpeed zero/parameter_offload.py).
     """
-    counted = (
-        priced.shapes.modules
-        if priced.problem.expert_matrices_are_modules
-        else priced.shapes.stacked_modules
-    )
+    counted = priced.shapes.modules
     modules = sum(counted[block.stop] - counted[block.start] for block in priced.ranks[rank])
     passes = 2 + (
         priced.checkpointed_activations is None and priced.strategy.checkpointing == "full"

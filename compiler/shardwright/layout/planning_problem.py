@@ -11,13 +11,8 @@ from shardwright.recipe.recipe_types import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Hold the recipe (pins included), the model's graph and the cluster.
-
-    expert_matrices_are_modules: each matrix of an expert is a module, as in transformers 4; only
-        set for published runs
-    """
+    """Hold the recipe (pins included), the model's graph and the cluster."""
 
     recipe: Recipe
     graph: ModelGraph
     cluster: Cluster
-    expert_matrices_are_modules: bool = False

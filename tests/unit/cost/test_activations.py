@@ -73,7 +73,7 @@ def test_a_layer_that_was_not_traced_falls_back_to_the_formula() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_hf_is_the_models_own_modules_but_for_a_gpt2(checkpointing: str) -> None:
+def test_hf_is_the_models_own_modules_but_for_a_gpt2(checkpointing: Checkpointing) -> None:
     llama, gpt2 = graph_of(LLAMA_8B), graph_of({**SMALL_GPT2, "resid_pdrop": 0.1})
     assert saved(llama, LENGTH, checkpointing, "hf") == saved(llama, LENGTH, checkpointing, "auto")
     # MPT: both norms in and out, queries, keys, values and output, 8 H of the feed-forward, and no
