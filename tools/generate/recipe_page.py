@@ -51,18 +51,19 @@ def _extra() -> list[str]:
         "",
         "## extra",
         "",
-        "These keys and sections of DeepSpeed's configuration, by its own names. `make prove` "
-        "trains with each, saves, and goes on on another layout:",
+        "`extra` accepts these keys and sections of DeepSpeed's configuration, under DeepSpeed's "
+        "names. `make prove` trains with each of them, saves, and resumes on another layout:",
         "",
         ", ".join(f"`{key}`" for key in EXTRA_KEYS_ALLOWED) + ".",
         "",
         *(
-            f"- `{key}` runs without a pipeline only: {why}."
+            f"- `{key}` runs only without a pipeline: {why}."
             for key, why in EXTRA_KEYS_REFUSED_IN_PIPELINE.items()
         ),
-        *(f"- `{key}` is refused: {why}." for key, why in EXTRA_KEYS_REFUSED.items()),
-        "- What the plan decides is refused with the recipe's key for it; all else because it "
-        "changes what is trained, unseen by the plan.",
+        *(f"- `{key}` is rejected: {why}." for key, why in EXTRA_KEYS_REFUSED.items()),
+        "- A key that the plan decides is rejected, and the message names the recipe's key for it. "
+        "Every other key is rejected because it changes what is trained without the plan's "
+        "knowledge.",
     ]
 
 
@@ -87,7 +88,7 @@ def _data(section: Schema) -> list[str]:
     mixture = recipe_schema_def("kind_or_mixture")["then"]["properties"]["mixture"]
     lines.append(row("mixture", merged(mixture), required=False))
     lines.append(row("mixture[].weight", merged(part["properties"]["weight"]), required=True))
-    return [*lines, "", "A part of a `mixture` has the keys of its own `kind` besides."]
+    return [*lines, "", "A part of a `mixture` also has the keys of its own `kind`."]
 
 
 def _of_kind(kind: str) -> Schema:

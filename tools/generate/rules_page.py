@@ -79,17 +79,20 @@ def page() -> str:
         "",
         "<!-- made by `make generated` from compiler/shardwright/search/rule_registry.py -->",
         "",
-        "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the "
-        "code, except where there is nothing to count: degrees that do not multiply out to the "
-        "GPUs (SW3101), a batch that does not divide (SW3102). Its object has no `strategy`, "
-        "`memory` and `time` then. `shardwright explain R --why-not tensor=8,pipeline=2` tells "
-        "which one forbids a layout. Warnings forbid nothing. What is asked about each layout:",
+        "`plan` omits layouts that break a rule with severity error; warnings reject nothing. "
+        "`estimate` prints the code and prices such a layout all the same. It cannot do so if the "
+        "degrees do not multiply to the number of GPUs (SW3101), or the batch does not divide "
+        "(SW3102). `estimate --json` then has no `strategy`, `memory` and `time`. `shardwright "
+        "explain R --why-not tensor=8,pipeline=2` names the rule that rejects a layout.",
+        "",
+        "Each entry below is one rule: its code, title and severity, the reason, the keys of the "
+        "layout that it reads, and an example of its message.",
     ]
     ours = {
         code: rule for code, rule in rules_for("deepspeed").items() if code not in GENERAL_RULES
     }
     groups = (
-        ("Whatever engine runs it", GENERAL_RULES),
+        ("For every engine", GENERAL_RULES),
         ("For DeepSpeed (`target: deepspeed`)", ours),
         ("For plain PyTorch (`target: reference`)", ENGINES["reference"].rules),
         ("For Megatron-Core (`target: megatron`)", ENGINES["megatron"].rules),
@@ -103,7 +106,7 @@ def page() -> str:
         "",
         "## Memory and the search",
         "",
-        "| code | finds |",
+        "| code | problem |",
         "|---|---|",
         *(f"| {code} | {title} |" for code, title in CODES.items() if code.startswith("SW32")),
     ]
@@ -124,9 +127,11 @@ def _megatron_keys() -> list[str]:
         "",
         "### Keys of a recipe under `target: megatron`",
         "",
-        "These run: " + ", ".join(f"`{name}`" for name in SUPPORTED_KEYS) + ". Of the others:",
+        "Supported: "
+        + ", ".join(f"`{name}`" for name in SUPPORTED_KEYS)
+        + ". The other keys support only some values:",
         "",
-        "| key | runs | else |",
+        "| key | supported values | error for other values |",
         "|---|---|---|",
         *refused,
     ]
@@ -137,7 +142,8 @@ def _rule(code: str, rule: Rule) -> list[str]:
     severity = "" if found is None else f" ({found.severity})"
     lines = ["", f"### {code}: {CODES[code]}{severity}", ""]
     reads = (
-        ", ".join(f"`{name}`" for name in sorted(rule.reads)) or "none: the recipe alone decides it"
+        ", ".join(f"`{name}`" for name in sorted(rule.reads))
+        or "none, only other keys of the recipe"
     )
     doc = " ".join((inspect.getdoc(rule.check) or "").split())
     lines += [f"{doc}\n"] if doc else []
