@@ -199,7 +199,7 @@ def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert "LlamaForCausalLM, weights random (from scratch), on" in page
     assert "5.0000" not in page and "→ 2.669" in page  # the last whole line
-    assert "<td>3.0</td>" in page and "GiB on the fullest CPU rank" in page
+    assert "<td>3.0</td>" in page and "GiB on the peak-memory CPU rank" in page
     assert page.count('id="chart-loss"') == 1
     assert 'id="chart-loss"' not in render_page(read_folder(small))[0]
 

@@ -166,7 +166,7 @@ def run_tune(args: argparse.Namespace) -> int:
                 "strategy": trial.strategy,
                 "predicted_step_seconds": trial.predicted_seconds,
                 "measured": trial.run,
-                "today": trial.is_baseline,
+                "is_baseline": trial.is_baseline,
                 "why_not": trial.why or None,
             }
             for trial in done.trials

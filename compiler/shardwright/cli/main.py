@@ -94,7 +94,7 @@ COMMANDS: dict[str, Command] = {
     "tune": Command(
         MEASURE,
         "calibrate_commands",
-        "run the best layouts of a recipe, and today's, for a few steps",
+        "run the best layouts of a recipe, and the ZeRO baselines, for a few steps",
     ),
     "lint": Command(
         ANYONE,
