@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.cli.compile_commands import _as_json, _as_text
+from shardwright.cli.compile_commands import verification_json, verification_text
 from shardwright.monitor.run_files import METRICS_FILE
 from shardwright.verify import layout_verification
 from shardwright.verify.layout_verification import Comparison, VerificationResult
@@ -138,10 +138,10 @@ def test_infinity_in_print() -> None:
     verdict = VerificationResult(
         architecture="a", parameters=1, layout="", verified="", checks=(check,), seconds=0.0
     )
-    document = json.loads(_as_json("r", verdict), parse_constant=pytest.fail)
+    document = json.loads(verification_json("r", verdict), parse_constant=pytest.fail)
     assert (
         document["checks"][0]["worst"] is None
         and not document["checks"][0]["passed"]
         and not document["same"]
     )
-    assert "off by inf" in _as_text("r", verdict)
+    assert "off by inf" in verification_text("r", verdict)

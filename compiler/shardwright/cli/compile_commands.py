@@ -516,7 +516,10 @@ def run_verify(args: argparse.Namespace) -> int:
         verdict = verify_recipe(recipe, say)
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
-    print(_as_json(str(args.recipe), verdict) if args.json else _as_text(recipe.name, verdict))
+    path = str(args.recipe)
+    print(
+        verification_json(path, verdict) if args.json else verification_text(recipe.name, verdict)
+    )
     if verdict.matches:
         return 0
     wrong = [check for check in verdict.checks if not check.passed]
@@ -532,7 +535,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return 1
 
 
-def _as_json(path: str, verdict: VerificationResult) -> str:
+def verification_json(path: str, verdict: VerificationResult) -> str:
     checks = [
         {
             **dataclasses.asdict(check),
@@ -545,7 +548,7 @@ def _as_json(path: str, verdict: VerificationResult) -> str:
     return json.dumps({**document, "checks": checks}, allow_nan=False)
 
 
-def _as_text(name: str, verdict: VerificationResult) -> str:
+def verification_text(name: str, verdict: VerificationResult) -> str:
     rows = [
         ("recipe", name),
         ("layout", verdict.layout),

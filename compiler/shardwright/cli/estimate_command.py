@@ -85,7 +85,7 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
         }
         print(strict_json(document), flush=True)
     else:
-        rows = [*_rows(estimate, recipe, expected), *islands_rows(recipe, graph, estimate)]
+        rows = [*estimate_rows(estimate, recipe, expected), *islands_rows(recipe, graph, estimate)]
         notes = measurement_note_lines(recipe, graph, problem.cluster)
         lines = [path, *labelled_lines(rows, 9, "  "), *(f"  {line}" for line in notes), ""]
         print("\n".join(lines), flush=True)
@@ -165,7 +165,10 @@ def training_length_text(recipe: Recipe, training: Training) -> str:
     return f"{training.steps:,} steps, {format_days(training.days)}, {hours}{cost}"
 
 
-def _rows(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[tuple[str, str]]:
+def estimate_rows(
+    estimate: Estimate, recipe: Recipe, expected: Goodput | None
+) -> list[tuple[str, str]]:
+    """Return (name, text) rows of a layout's memory, time and training."""
     from shardwright.layout.layout import in_layer_axes
     from shardwright.report.plan_sentences import error_bar_text, flops_source_text, hpz_text
 

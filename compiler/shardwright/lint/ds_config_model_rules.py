@@ -29,11 +29,10 @@ from shardwright.lint.ds_config_training_rules import (
 )
 from shardwright.lint.lint_rule import LintedDsConfig, LintFinding
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_sources import match_catalog_id, read_config
 from shardwright.recipe.literal_types import Checkpointing, Offload
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_types import ModelSection, Recipe
+from shardwright.recipe.recipe_types import ModelSection
 from shardwright.search.layout_resolution import with_stages_assigned
 from shardwright.utils.json_values import JsonObject, JsonValue
 
@@ -239,10 +238,14 @@ def memory(
     recipe = load_recipe(Path("-"), (), stdin_text=json.dumps(document))
     graph = build_model_graph(recipe.model)
     names = [gpu] if gpu else [name for name in catalogue()["gpus"] if name != "cpu"]
-    predicted = {
-        recompute: {name: _memory(recipe, graph, strategy, name, recompute) for name in names}
-        for recompute in CHECKPOINTING_CHOICES
-    }
+    predicted: dict[Checkpointing, dict[str, Memory]] = {}
+    for recompute in CHECKPOINTING_CHOICES:
+        chosen = dataclasses.replace(strategy, activation_checkpointing=recompute)
+        predicted[recompute] = {}
+        for name in names:
+            cluster = resolve_cluster(dataclasses.replace(recipe.cluster, gpu=name))
+            problem = Problem(recipe=recipe, graph=graph, cluster=cluster)
+            predicted[recompute][name] = estimate_memory(with_stages_assigned(problem, chosen))
     stage = predicted["full"][names[-1]].stages[0]
     states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_bytes
     lines = [
@@ -267,6 +270,15 @@ def memory(
         if gpu
         else "any GPU of the catalogue"
     )
+    if strategy.zero_stage < 3:
+        help = (
+            "Take a higher ZeRO stage, more ranks, a smaller micro-batch, or offload_optimizer "
+            "to the CPU."
+        )
+    elif strategy.offload == "none":
+        help = "Take more ranks, a smaller micro-batch, or offload_optimizer to the CPU."
+    else:
+        help = "Take more ranks, a smaller micro-batch or shorter sequences."
     risk = LintFinding(
         code="SW4801",
         key=("zero_optimization", "stage") if ds_config.has("zero_optimization", "stage") else (),
@@ -274,7 +286,7 @@ def memory(
             f"about {peak / GIB:.0f} GiB a GPU, {states / GIB:.0f} of them model states, do "
             f"not fit on {where}"
         ),
-        help=_help(strategy),
+        help=help,
         severity="warning",
     )
     return (risk,), tuple(lines)
@@ -342,24 +354,3 @@ def _strategy(ds_config: LintedDsConfig) -> Layout:
         offload=offload,
         hpz_partition_size=hpz_partition_size,
     )
-
-
-def _memory(
-    recipe: Recipe, graph: ModelGraph, strategy: Layout, gpu: str, recompute: Checkpointing
-) -> Memory:
-    cluster = resolve_cluster(dataclasses.replace(recipe.cluster, gpu=gpu))
-    chosen = dataclasses.replace(strategy, activation_checkpointing=recompute)
-    return estimate_memory(
-        with_stages_assigned(Problem(recipe=recipe, graph=graph, cluster=cluster), chosen)
-    )
-
-
-def _help(strategy: Layout) -> str:
-    if strategy.zero_stage < 3:
-        return (
-            "Take a higher ZeRO stage, more ranks, a smaller micro-batch, or offload_optimizer "
-            "to the CPU."
-        )
-    if strategy.offload == "none":
-        return "Take more ranks, a smaller micro-batch, or offload_optimizer to the CPU."
-    return "Take more ranks, a smaller micro-batch or shorter samples."

@@ -103,7 +103,10 @@ def read_command(text: str) -> LaunchCommand:
     while words and (variable := _VARIABLE.fullmatch(words[0])):
         environment[variable[1]] = variable[2]
         words = words[1:]
-    launcher, rest = _launcher(words)
+    plain = [re.sub(r"python[\d.]*", "python", os.path.basename(w)) for w in words[:1]] + words[1:]
+    longest_first = sorted(_LAUNCHERS, key=len, reverse=True)
+    start = next((prefix for prefix in longest_first if tuple(plain[: len(prefix)]) == prefix), ())
+    launcher, rest = _LAUNCHERS.get(start, ""), words[len(start) :]
     if not launcher:
         prefix = " ".join(words[:2]) or text.strip()
         raise _refused(
@@ -121,32 +124,10 @@ def read_command(text: str) -> LaunchCommand:
         if not equals and not switch and rest:
             value, *rest = rest
         options[name] = value
-    named, unnamed = _script_words(rest[1:])
-    return LaunchCommand(
-        launcher=launcher,
-        environment=environment,
-        options=options,
-        script=rest[0] if rest else "",
-        words=named,
-        rest=unnamed,
-    )
-
-
-def _launcher(words: list[str]) -> tuple[str, list[str]]:
-    plain = (
-        [re.sub(r"python[\d.]*", "python", os.path.basename(words[0])), *words[1:]] if words else []
-    )
-    for prefix in sorted(_LAUNCHERS, key=len, reverse=True):
-        if tuple(plain[: len(prefix)]) == prefix:
-            return _LAUNCHERS[prefix], words[len(prefix) :]
-    return "", []
-
-
-def _script_words(words: list[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     named: dict[str, tuple[str, ...]] = {}
     unnamed: list[str] = []
     name = ""
-    for word in words:
+    for word in rest[1:]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -156,7 +137,14 @@ def _script_words(words: list[str]) -> tuple[dict[str, tuple[str, ...]], tuple[s
             named[name] = (*named[name], word)
         else:
             unnamed.append(word)
-    return named, tuple(unnamed)
+    return LaunchCommand(
+        launcher=launcher,
+        environment=environment,
+        options=options,
+        script=rest[0] if rest else "",
+        words=named,
+        rest=tuple(unnamed),
+    )
 
 
 def hostfile_slots(text: str) -> Iterator[tuple[str, int]]:

@@ -41,7 +41,15 @@ def schema_parts(schema: JsonObject, value: JsonValue) -> Iterator[JsonObject]:
         yield _object(definitions[str(schema["$ref"]).removeprefix("#/$defs/")])
     yield from _objects(schema.get("allOf"))
     if "if" in schema:
-        branch = schema.get("then" if _holds(_object(schema["if"]), value) else "else")
+        # In this schema an `if` has only `required` and `properties: {key: {const}}`.
+        condition, holds = _object(schema["if"]), True
+        if isinstance(value, Mapping):
+            required = cast(Sequence[str], condition.get("required", ()))
+            values = _object(condition.get("properties", {})).items()
+            holds = all(key in value for key in required) and all(
+                value.get(key) == _object(sub).get("const") for key, sub in values
+            )
+        branch = schema.get("then" if holds else "else")
         if branch is not None:
             yield _object(branch)
 
@@ -162,17 +170,6 @@ def default_of(schema: JsonObject) -> JsonValue:
     return next(
         (part["default"] for part in applicable_schemas(schema, None) if "default" in part), None
     )
-
-
-def _holds(condition: JsonObject, value: JsonValue) -> bool:
-    """Evaluate an `if` of the recipe's schema, which has only `required` and `properties: {key:
-    {const}}`. True for a value that is no mapping."""
-    if not isinstance(value, Mapping):
-        return True
-    if any(key not in value for key in cast(Sequence[str], condition.get("required", ()))):
-        return False
-    allowed_types = _object(condition.get("properties", {}))
-    return all(value.get(key) == _object(sub).get("const") for key, sub in allowed_types.items())
 
 
 def _object(value: JsonValue) -> JsonObject:

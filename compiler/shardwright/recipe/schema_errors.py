@@ -235,7 +235,13 @@ def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> 
 
 def _missing(path: KeyPath, key: str, value: JsonObject) -> Diagnostic:
     where = f" in `{dotted_key(path)}`" if path else ""
-    schema = _schema_at(path, recipe_schema(), value)
+    schema = recipe_schema()
+    for part in path:  # approximate, as only the last mapping's value is known
+        schema = (
+            schema_items(schema, [value])
+            if isinstance(part, int)
+            else schema_properties(schema, value).get(part, {})
+        )
     known = schema_properties(schema, value).get(key, {})
     what = str(known.get("description", "")).removesuffix("Required.").strip() or str(
         known.get("title", "")
@@ -243,17 +249,6 @@ def _missing(path: KeyPath, key: str, value: JsonObject) -> Diagnostic:
     return found(
         "SW1105", (*path, key), f"`{key}` is missing{where}", f"Add `{key}:`. {what}".strip()
     )
-
-
-def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObject:
-    """Return the schema at a path; approximate, as only the last mapping's value is known."""
-    for part in path:
-        schema = (
-            schema_items(schema, [value])
-            if isinstance(part, int)
-            else schema_properties(schema, value).get(part, {})
-        )
-    return schema
 
 
 def _unknown_keys(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iterator[Diagnostic]:

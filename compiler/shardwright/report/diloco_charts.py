@@ -39,6 +39,12 @@ class OuterWait:
     members: tuple[int, ...]
     seconds: float
 
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> OuterWait:
+        """Read a row of an island's run/outer.jsonl."""
+        members = tuple(int(each) for each in row["members"])
+        return cls(step=int(row["step"]), members=members, seconds=float(row["seconds"]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandRun:
@@ -86,7 +92,7 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
         IslandRun(
             island=k,
             run=run,
-            waits=tuple(rows_by_step(each / OUTER_STEPS_FILE, _wait).values()),
+            waits=tuple(rows_by_step(each / OUTER_STEPS_FILE, OuterWait.from_row).values()),
             absent=absent.get(k, 0),
         )
         for k, each in here.items()
@@ -102,11 +108,6 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
         tokens=sum(each.tokens for each in whole),
         outer_steps=len(rounds) or None,
     )
-
-
-def _wait(row: Mapping[str, Any]) -> OuterWait:
-    members = tuple(int(each) for each in row["members"])
-    return OuterWait(step=int(row["step"]), members=members, seconds=float(row["seconds"]))
 
 
 def loss_chart(found: IslandsRun) -> figure:

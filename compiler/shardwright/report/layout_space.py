@@ -120,7 +120,7 @@ def layout_space(problem: Problem, chosen: Estimate) -> LayoutSpace:
     return LayoutSpace(
         points=(*drawn, *legal),
         front=tuple(e.strategy for e in pareto_front(within)),
-        baselines=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
+        baselines=tuple(point for stage in (2, 3) for point in _baseline(legal, stage)),
         slower_regions=slower_regions(recipe, result.ranked, result.skipped),
         binding=binding_constraint(winner, result.fastest_over_memory(winner)),
         best=result.ranked[0].strategy if result.ranked else None,
@@ -132,16 +132,18 @@ def layout_space(problem: Problem, chosen: Estimate) -> LayoutSpace:
     )
 
 
-def _today(legal: list[LayoutPoint], zero_stage: int) -> list[LayoutPoint]:
-    plain = [
+def _baseline(legal: list[LayoutPoint], zero_stage: int) -> list[LayoutPoint]:
+    """Return the ZeRO baseline: the fastest that runs, else the one nearest to fitting; [] without
+    any."""
+    candidates = [
         p
         for p in legal
         if p.strategy.has_full_model_per_rank and p.strategy.zero_stage == zero_stage
     ]
-    running = [p for p in plain if not p.code]
+    running = [p for p in candidates if not p.code]
     if running:
         return [min(running, key=lambda p: p.step_seconds)]
-    return [min(plain, key=lambda p: p.peak_bytes)] if plain else []
+    return [min(candidates, key=lambda p: p.peak_bytes)] if candidates else []
 
 
 def _is_pinned(recipe: Recipe, strategy: Layout) -> bool:

@@ -34,6 +34,18 @@ class StepMetrics:
     step_seconds: float
     attempt: int
 
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> StepMetrics:
+        """Read a row of run/metrics.jsonl."""
+        return cls(
+            step=int(row["step"]),
+            loss=number(row["loss"]),
+            grad_norm=number(row["grad_norm"]),
+            learning_rate=float(row["learning_rate"]),
+            step_seconds=float(row["step_seconds"]),
+            attempt=int(row["attempt"]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -42,6 +54,12 @@ class Evaluation:
     step: int
     loss: float
     perplexity: float
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Evaluation:
+        """Read a row of run/evaluation.jsonl."""
+        loss, perplexity = number(row["loss"]), number(row["perplexity"])
+        return cls(step=int(row["step"]), loss=loss, perplexity=perplexity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +86,7 @@ class MeasuredRun:
 
 def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     """Read a run's results; None where no step was finished."""
-    steps = list(rows_by_step(folder / METRICS_FILE, _step).values())
+    steps = list(rows_by_step(folder / METRICS_FILE, StepMetrics.from_row).values())
     if not steps:
         return None
     status, noise = read_status(folder), run_noise_scale(folder, plan.training.global_batch_size)
@@ -88,23 +106,6 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
         peak_bytes=int(peak) if isinstance(peak, int | float) else None,
-        evaluations=tuple(rows_by_step(folder / EVALUATION_FILE, _evaluation).values()),
+        evaluations=tuple(rows_by_step(folder / EVALUATION_FILE, Evaluation.from_row).values()),
         noise="" if noise is None else noise_scale_text(noise),
-    )
-
-
-def _step(row: Mapping[str, Any]) -> StepMetrics:
-    return StepMetrics(
-        step=int(row["step"]),
-        loss=number(row["loss"]),
-        grad_norm=number(row["grad_norm"]),
-        learning_rate=float(row["learning_rate"]),
-        step_seconds=float(row["step_seconds"]),
-        attempt=int(row["attempt"]),
-    )
-
-
-def _evaluation(row: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(
-        step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"])
     )
