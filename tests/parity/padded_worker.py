@@ -76,7 +76,7 @@ def write_talks(folder: Path, number: int, shortest: int) -> None:
 
 
 def rows(block: SequenceBatch) -> Iterator[dict[str, Any]]:
-    assert block.lengths is not None and block.trained is not None
+    assert block.lengths is not None and block.loss_mask is not None
     assert block.lengths.min() < block.tokens.shape[1]
     for row, length in enumerate(block.lengths):
         ids = torch.from_numpy(block.tokens[row, :length].astype(np.int64))[None]

@@ -67,8 +67,8 @@ def sequences(block: SequenceBatch, *, padded: bool = False) -> Sequences:
     for row in range(len(block.tokens)):
         ids = torch.from_numpy(block.tokens[row].astype(np.int64))
         trained = torch.ones(len(ids), dtype=torch.bool)
-        if block.trained is not None:
-            trained = torch.from_numpy(block.trained[row])
+        if block.loss_mask is not None:
+            trained = torch.from_numpy(block.loss_mask[row])
         labels = torch.where(trained, ids, IGNORE_INDEX)
         edges = [0, len(ids)]
         if block.starts is not None:
@@ -89,8 +89,8 @@ def batched_rows(block: SequenceBatch, micro: int) -> Iterator[tuple[torch.Tenso
     ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = (
         ids
-        if block.trained is None
-        else torch.where(torch.from_numpy(block.trained), ids, IGNORE_INDEX)
+        if block.loss_mask is None
+        else torch.where(torch.from_numpy(block.loss_mask), ids, IGNORE_INDEX)
     )
     labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], dim=1)
     for at in range(0, len(ids), micro):
@@ -160,8 +160,8 @@ def documents(block: SequenceBatch) -> list[Sequences]:
     for row, length in enumerate(lengths):
         ids = torch.from_numpy(block.tokens[row, :length].astype(np.int64))
         trained = torch.ones(length, dtype=torch.bool)
-        if block.trained is not None:
-            trained = torch.from_numpy(block.trained[row, :length])
+        if block.loss_mask is not None:
+            trained = torch.from_numpy(block.loss_mask[row, :length])
         begins = [] if block.starts is None else np.flatnonzero(block.starts[row, :length]).tolist()
         edges = sorted({0, *begins, length})
         labels = torch.where(trained, ids, IGNORE_INDEX)

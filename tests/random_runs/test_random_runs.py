@@ -115,12 +115,12 @@ def test_documents_of_a_packed_row_are_alone() -> None:
         np.array([[1, 0, 0, 1, 0, 1]], dtype=bool),
         np.array([[1, 1, 1, 1, 0, 1]], dtype=bool),
     )
-    block = SequenceBatch(tokens=np.array([[5, 6, 7, 8, 9, 4]]), starts=starts, trained=trained)
+    block = SequenceBatch(tokens=np.array([[5, 6, 7, 8, 9, 4]]), starts=starts, loss_mask=trained)
     # The second document has no label behind its first token, the third has one token.
     assert [(ids.tolist(), labels.tolist()) for ids, labels in sequences(block)] == [
         ([5, 6, 7], [-100, 6, 7])
     ]
-    whole = SequenceBatch(tokens=block.tokens, starts=None, trained=trained)
+    whole = SequenceBatch(tokens=block.tokens, loss_mask=trained)
     assert [(i.tolist(), n.tolist()) for i, n in sequences(whole)] == [
         ([5, 6, 7, 8, 9, 4], [-100, 6, 7, 8, -100, 4])
     ]

@@ -260,14 +260,16 @@ def _row_spans(block: SequenceBatch, text: Callable[[Ids], str]) -> list[SampleS
     ids = block.tokens[0]
     # Captions are not labels: pairs have images and no label mask.
     trained = (
-        np.full(len(ids), not block.pictures) if block.trained is None else block.trained[0].copy()
+        np.full(len(ids), not block.pictures)
+        if block.loss_mask is None
+        else block.loss_mask[0].copy()
     )
     stop = len(ids)
     if block.starts is not None:
         begins = np.flatnonzero(block.starts[0])
         begins = begins[begins > 0]
         stop = int(begins[0]) if len(begins) else stop
-    if block.trained is not None:
+    if block.loss_mask is not None:
         stop = int(np.flatnonzero(trained[:stop] | (ids[:stop] != PADDING_ID))[-1]) + 1
     return _spans(ids[:stop], trained[:stop], text)
 

@@ -94,7 +94,7 @@ class ContrastiveProcessor:
     def inputs(
         self,
         tokens: npt.NDArray[np.int64],
-        trained: npt.NDArray[np.bool_] | None,
+        loss_mask: npt.NDArray[np.bool_] | None,
         rows: Sequence[Sequence[ImageSource]],
     ) -> dict[str, torch.Tensor]:
         """Return the forward's inputs beside the ids (B, S). Raises SW6132."""
@@ -223,7 +223,7 @@ class CaptionSequences:
             if size < len(ids) and closing:
                 tokens[row, size - closing :] = ids[len(ids) - closing :]
         pictures = tuple(self.pictures.of(int(i)) for i in indices)
-        return SequenceBatch(tokens=tokens, starts=None, trained=None, pictures=pictures)
+        return SequenceBatch(tokens=tokens, pictures=pictures)
 
 
 def open_caption_sequences(

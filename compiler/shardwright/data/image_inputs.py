@@ -110,7 +110,7 @@ class ImageProcessor:
     def inputs(
         self,
         tokens: npt.NDArray[np.int64],
-        trained: npt.NDArray[np.bool_] | None,
+        loss_mask: npt.NDArray[np.bool_] | None,
         rows: Sequence[Sequence[ImageSource]],
     ) -> dict[str, torch.Tensor]:
         """Return the forward's inputs beside the ids (B, S). Raises SW6132."""
@@ -124,7 +124,9 @@ class ImageProcessor:
                 marks = name == "mm_token_type_ids" or getattr(
                     self._processor, "return_mm_token_type_ids", False
                 )
-                inputs[name] = places if marks else torch.from_numpy(_answer_mask(tokens, trained))
+                inputs[name] = (
+                    places if marks else torch.from_numpy(_answer_mask(tokens, loss_mask))
+                )
         return inputs
 
     def ready(self, rows: Sequence[Sequence[ImageSource]]) -> dict[str, torch.Tensor]:

@@ -27,14 +27,14 @@ class SequenceBatch:
 
     tokens: (B, S) ids.
     starts: (B, S) bool, True where a document starts; None where documents are not packed.
-    trained: (B, S) bool, False where a token is not a label; None where all are.
+    loss_mask: (B, S) bool, False where a token is not a label; None where all are.
     pictures: images of each sequence, in the order of their placeholders; () without images.
     lengths: (B,) tokens before padding; None where no sequence is padded.
     """
 
     tokens: npt.NDArray[np.integer]
-    starts: npt.NDArray[np.bool_] | None
-    trained: npt.NDArray[np.bool_] | None
+    starts: npt.NDArray[np.bool_] | None = None
+    loss_mask: npt.NDArray[np.bool_] | None = None
     pictures: tuple[tuple[ImageSource, ...], ...] = ()
     lengths: npt.NDArray[np.int64] | None = None
 
@@ -58,7 +58,7 @@ class ArraySequences:
         return len(self.tokens)
 
     def read(self, indices: Indices) -> SequenceBatch:
-        return SequenceBatch(tokens=self.tokens[indices], starts=None, trained=None)
+        return SequenceBatch(tokens=self.tokens[indices])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class ChunkedSequences:
         size, tokens, ends = self.length, self.documents.tokens, self.documents.ends
         cut = np.stack([tokens[i * size : (i + 1) * size] for i in indices])
         if not self.packed:
-            return SequenceBatch(tokens=cut, starts=None, trained=None)
+            return SequenceBatch(tokens=cut)
         starts = np.zeros(cut.shape, dtype=np.bool_)
         for row, i in enumerate(indices):
             first, last = np.searchsorted(ends, (i * size, (i + 1) * size))
             starts[row, ends[first:last] - i * size] = True  # where one ends, the next starts
             starts[row, 0] |= i == 0
-        return SequenceBatch(tokens=cut, starts=starts, trained=None)
+        return SequenceBatch(tokens=cut, starts=starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class DocumentSequences:
     def read(self, indices: Indices) -> SequenceBatch:
         d, shape = self.documents, (len(indices), self.length)
         tokens = np.full(shape, PADDING_ID, dtype=d.tokens.dtype)
-        starts, trained = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+        starts, loss_mask = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
         lengths = np.zeros(len(indices), dtype=np.int64)
         for row, i in enumerate(indices):
             at = 0
@@ -118,7 +118,7 @@ class DocumentSequences:
                 first = int(d.ends[document - 1]) if document else 0
                 size = min(int(d.ends[document]) - first, self.length)
                 tokens[row, at : at + size] = d.tokens[first : first + size]
-                trained[row, at : at + size] = (
+                loss_mask[row, at : at + size] = (
                     True if d.trained is None else d.trained[first : first + size]
                 )
                 starts[row, at] = True
@@ -129,7 +129,7 @@ class DocumentSequences:
         return SequenceBatch(
             tokens=tokens,
             starts=starts if self.packed else None,
-            trained=trained,
+            loss_mask=loss_mask,
             pictures=self._pictures(indices),
             lengths=lengths,
         )
@@ -174,7 +174,7 @@ class ConcatSequences:
         ]
         shape = (len(indices), blocks[0][1].tokens.shape[1])
         tokens = np.empty(shape, dtype=np.int64)
-        starts, trained = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
+        starts, loss_mask = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
         pictures: list[tuple[ImageSource, ...]] = [()] * len(indices)
         lengths = np.full(len(indices), shape[1], dtype=np.int64)
         for where, block in blocks:
@@ -183,17 +183,17 @@ class ConcatSequences:
             tokens[where] = block.tokens
             if block.starts is not None:
                 starts[where] = block.starts
-            if block.trained is not None:
-                trained[where] = block.trained
+            if block.loss_mask is not None:
+                loss_mask[where] = block.loss_mask
             if block.lengths is not None:
                 lengths[where] = block.lengths
         packed = any(block.starts is not None for _, block in blocks)
-        masked = any(block.trained is not None for _, block in blocks)
+        masked = any(block.loss_mask is not None for _, block in blocks)
         shown = tuple(pictures) if any(block.pictures for _, block in blocks) else ()
         return SequenceBatch(
             tokens=tokens,
             starts=starts if packed else None,
-            trained=trained if masked else None,
+            loss_mask=loss_mask if masked else None,
             pictures=shown,
             lengths=lengths if any(block.lengths is not None for _, block in blocks) else None,
         )

@@ -193,10 +193,10 @@ def _micro_batch(
     """
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
-    if block.trained is not None:
-        labels[torch.from_numpy(~block.trained)] = IGNORE_INDEX
+    if block.loss_mask is not None:
+        labels[torch.from_numpy(~block.loss_mask)] = IGNORE_INDEX
     if sight is not None:
-        beside = sight.inputs(block.tokens.astype(np.int64), block.trained, block.pictures)
+        beside = sight.inputs(block.tokens.astype(np.int64), block.loss_mask, block.pictures)
         blank = None if any(block.pictures) else sight.blank
         return MicroBatch(
             input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank

@@ -179,8 +179,8 @@ def test_conversations_stay_whole_and_padding_is_no_label(tmp_path: Path) -> Non
         rows = opened(p, tmp_path).train
         block = rows.read(np.arange(len(rows)))
         raw = block.tokens.astype(np.uint8)
-        assert block.trained is not None and (block.starts is not None) == packing
-        answers = "".join(bytes(t[m]).decode() for t, m in zip(raw, block.trained, strict=True))
+        assert block.loss_mask is not None and (block.starts is not None) == packing
+        answers = "".join(bytes(t[m]).decode() for t, m in zip(raw, block.loss_mask, strict=True))
         assert len(rows) == (2 if packing else 3)
         # The answer of the fourth is cut off at 20 tokens, and it is left out, like the fifth.
         assert sorted(bytes(raw).replace(b"\0", b"").decode()) == sorted("uq.aa.uqq.aaa.uqqq.aaaa.")

@@ -39,7 +39,7 @@ class Chat:
         return ROWS
 
     def read(self, indices: Indices) -> SequenceBatch:
-        return SequenceBatch(tokens=TOKENS[indices], starts=None, trained=TRAINED[indices])
+        return SequenceBatch(tokens=TOKENS[indices], loss_mask=TRAINED[indices])
 
 
 class Meeting:

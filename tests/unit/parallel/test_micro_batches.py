@@ -103,7 +103,7 @@ def test_packing_restarts_positions_and_drops_first_labels() -> None:
     block = SequenceBatch(
         tokens=np.array([[5, 6, 7, 8], [1, 2, 3, 4]]),
         starts=np.array([[False, False, True, False], [True, True, False, False]]),
-        trained=np.array([[True, True, True, True], [True, True, True, False]]),
+        loss_mask=np.array([[True, True, True, True], [True, True, True, False]]),
     )
     data = Dataset(
         train=OneBlock(block),
