@@ -56,7 +56,9 @@ def graph_cache_is_off() -> bool:
 
 def cache_folder() -> Path | None:
     """Return $SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright; None
-    without a home."""
+    where the cache is off, and without a home."""
+    if graph_cache_is_off():
+        return None
     if own := os.environ.get(VARIABLE):
         return Path(own)
     # The XDG specification ignores a relative path.
@@ -254,7 +256,7 @@ def _with_tiles(graph: ModelGraph, folder: Path, settings: str) -> ModelGraph:
     settings: the processor's files.
     """
     key = cache_key(f"{graph.config_hash} {graph.task} {settings}", graph.attention, inline=False)
-    tiled = None if graph_cache_is_off() else cached_graph(key)
+    tiled = cached_graph(key)
     if tiled is None:
         from shardwright.models.image_processor import with_processor_tiles
 

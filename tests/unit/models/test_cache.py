@@ -211,6 +211,8 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(graph_builder.VARIABLE, own)
         monkeypatch.setenv("XDG_CACHE_HOME", base)
         assert graph_builder.cache_folder() == Path(expected)
+    monkeypatch.setenv(graph_builder.VARIABLE, "off")
+    assert graph_builder.cache_folder() is None
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.graph_builder import (
     PACKAGE,
     cache_folder,
-    graph_cache_is_off,
     tracing_source_hash,
 )
 from shardwright.plan.plan import Plan, plan_to_json
@@ -108,7 +107,7 @@ def _refusal(plan: Plan, result: dict[str, Any]) -> Refusal:
 def _memo_file(plan: Plan, config: JsonObject) -> Path | None:
     """The file that stands where this was proved: by all that the answer depends on."""
     folder = cache_folder()
-    if folder is None or graph_cache_is_off():
+    if folder is None:
         return None
     ranks = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
     layout = [
