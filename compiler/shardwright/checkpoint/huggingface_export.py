@@ -44,7 +44,7 @@ from shardwright.parallel.lora_adapters import (
 )
 from shardwright.parallel.model_loading import DTYPES, load_config
 from shardwright.plan.plan import Plan, read_plan
-from shardwright.recipe.recipe_types import TOKENIZED_KINDS, DataSection
+from shardwright.recipe.recipe_types import TOKENIZED_KINDS
 from shardwright.utils.file_io import parse_json, read_regular_file, umask
 
 # Verified access to the model in a checkpoint, shared by `export` and `generate`.
@@ -158,41 +158,38 @@ _MOST_BYTES = 2**20
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def trained_end_ids(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
-    """Return the ids that end a text in the training data; () where the data is token ids.
-
-    These are the tokenizer's eos_token after documents, and the chat template's end of turn. Raises
-    SW6121.
-    """
-    ends: dict[int, None] = {}
-    for part, tokenizer in _tokenized(plan, checkpoint):
-        template = part.template or tokenizer.template
-        if part.kind != "chat":
-            ends |= dict.fromkeys(tokenizer.end)
-        elif template is not None and (end := end_of_turn_id(tokenizer, template)) is not None:
-            ends[end] = None
-    return tuple(end for end in ends if end < plan.model.vocabulary_size)
-
-
 def special_ids(
     plan: Plan, checkpoint: Path, own: dict[str, Any]
 ) -> dict[str, int | list[int] | None]:
     """Return bos_token_id, eos_token_id and pad_token_id. Raises SW6121.
 
+    A text ends, as in the training data, with the tokenizer's eos_token after documents and the
+        chat template's end of turn.
     own: the model's original settings. Pretrained weights keep their own ids, after the trained
         ends. Random weights only know the tokenizer's.
     """
     ids = {key: own.get(key) for key in _IDS}
-    tokenizer = next((tokenizer for _, tokenizer in _tokenized(plan, checkpoint)), None)
-    if tokenizer is None:
+    tokenizer: Tokenizer | None = None
+    ends: dict[int, None] = {}
+    for part in data_sections(plan.data):
+        if part.kind not in TOKENIZED_KINDS or part.tokenizer is None:
+            continue
+        of_part = load_tokenizer(part.tokenizer, checkpoint)
+        tokenizer = tokenizer or of_part
+        template = part.template or of_part.template
+        if part.kind != "chat":
+            ends |= dict.fromkeys(of_part.end)
+        elif template is not None and (end := end_of_turn_id(of_part, template)) is not None:
+            ends[end] = None
+    if tokenizer is None:  # the data is token ids
         return ids
-    ends = list(trained_end_ids(plan, checkpoint))
+    trained = [end for end in ends if end < plan.model.vocabulary_size]
     if plan.model.weights_path is None:
         ids |= {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
-        ends = ends or tokenizer.end
+        trained = trained or tokenizer.end
     else:
-        ends = list(dict.fromkeys([*ends, *end_ids(own.get("eos_token_id"))]))
-    return ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+        trained = list(dict.fromkeys([*trained, *end_ids(own.get("eos_token_id"))]))
+    return ids | {"eos_token_id": trained[0] if len(trained) == 1 else trained or None}
 
 
 def end_ids(ids: Any) -> list[int]:
@@ -244,12 +241,6 @@ def _model_generation_config(checkpoint: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return dict(document) if isinstance(document, dict) else None
-
-
-def _tokenized(plan: Plan, checkpoint: Path) -> Iterator[tuple[DataSection, Tokenizer]]:
-    for part in data_sections(plan.data):
-        if part.kind in TOKENIZED_KINDS and part.tokenizer is not None:
-            yield part, load_tokenizer(part.tokenizer, checkpoint)
 
 
 _MTP_LAYER_KEYS = re.compile(
