@@ -266,58 +266,43 @@ class _Turns:
         return None
 
     def _end(self, number: int) -> int | None:
-        ends = self.messages[number + 1 :] == []
+        """Return where the turn ends, None where that cannot be found."""
+        shape, messages = self.shape, self.messages
+        is_last = number + 1 == len(messages)
         for other, text in self._with_sentinel(number):
             after = _text_after(text, self.mark) or ""
-            closing = self._closing([*self.messages[:number], other]) or ""
+            # The text between the message's own and the prompt for the next answer.
+            until_here = [*messages[:number], other]
+            tail = self._text_after(until_here, prompt=True)
+            if tail is not None and shape.prompts:
+                if tail.endswith(shape.header):
+                    tail = tail.removesuffix(shape.header)
+                else:
+                    tail = self._text_after(until_here, prompt=False)
+            closing = tail or ""
             if after.startswith(closing.rstrip()):
                 size = len(closing.rstrip())
-            elif ends:  # the last turn is closed differently
+            elif is_last:  # the last turn is closed differently
                 size = len(after.rstrip())
             else:
                 size = len(after[: _common_prefix_length(after, closing)].rstrip())
-                if not size and self.shape.end:  # other text before the turn's end
+                if not size and shape.end:  # other text before the turn's end
                     follows = self._first_changed_character(number + 1)
-                    gap = (
-                        after[: follows - len(self.text) + len(after)]
-                        if follows is not None
-                        else ""
-                    )
-                    size = (
-                        gap.find(self.shape.end) + len(self.shape.end)
-                        if self.shape.end in gap
-                        else 0
-                    )
-            if self.text.endswith(after[size:]):
-                last = len(self.text) - len(after) + size
-                return (
-                    last
-                    if self.shape.end != "" or ends
-                    else self._with_role_token(number + 1, last)
-                )
+                    if follows is not None:
+                        gap = after[: follows - len(self.text) + len(after)]
+                        if shape.end in gap:
+                            size = gap.find(shape.end) + len(shape.end)
+            if not self.text.endswith(after[size:]):
+                continue
+            last = len(self.text) - len(after) + size
+            if shape.end == "" and not is_last and messages[number + 1]["role"] != "assistant":
+                # The next role's token closes the turn.
+                follows = self._first_changed_character(number + 1)
+                if follows is not None:
+                    token = _ROLE_TOKEN.match(self.text, last, follows)
+                    last = last if token is None else token.end()
+            return last
         return None
-
-    def _closing(self, messages: list[Message]) -> str | None:
-        """Return the text between the last message's text and the prompt for the next answer."""
-        tail, header = self._text_after(messages, prompt=True), self.shape.header
-        if tail is None or not self.shape.prompts:
-            return tail
-        return (
-            tail[: -len(header)]
-            if tail.endswith(header)
-            else self._text_after(messages, prompt=False)
-        )
-
-    def _with_role_token(self, number: int, last: int) -> int:
-        """Return the turn's end including the next role's token, which closes a turn without an end
-        of its own."""
-        begins = (
-            None
-            if self.messages[number]["role"] == "assistant"
-            else self._first_changed_character(number)
-        )
-        token = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
-        return last if token is None else token.end()
 
     def _text_after(self, messages: list[Message], *, prompt: bool) -> str | None:
         return _text_after(self._try(messages, prompt=prompt), self.mark)
@@ -395,8 +380,8 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
 _KIMI_CALL = f"<|tool_call_begin|>{SENTINEL}<|tool_call_argument_begin|>"
-"""What Kimi K2's template writes of a call with this id, functions.NAME:INDEX; the name is nowhere
-else."""
+"""Holds what Kimi K2's template writes of a call with this id, functions.NAME:INDEX; the name is
+nowhere else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,7 +409,16 @@ class MessageFormat:
         if self.parts and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
         if self.arguments_as_text and isinstance(calls, list):
-            message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
+            written: list[JsonValue] = []
+            for call in calls:
+                function = call.get("function") if isinstance(call, dict) else None
+                if isinstance(call, dict) and isinstance(function, dict):
+                    arguments = function.get("arguments")
+                    if not isinstance(arguments, str):
+                        arguments = json.dumps(arguments, ensure_ascii=False)
+                    call = {**call, "function": {**function, "arguments": arguments}}
+                written.append(call)
+            message = {**message, "tool_calls": written}
         return message
 
 
@@ -495,23 +489,21 @@ def drop_nulls(value: JsonValue) -> JsonValue:
 
 
 def _text(content: JsonValue) -> JsonValue:
+    """Join content that is a list of text parts; other content stays."""
     if not isinstance(content, list):
         return content
-    texts = [_part_text(part) for part in content]
-    return content if None in texts else "".join(cast("list[str]", texts))
-
-
-def _part_text(part: JsonValue) -> str | None:
-    """Return the text of a part, None for an image or anything else."""
-    if isinstance(part, str):
-        return part
-    known = (
-        isinstance(part, dict)
-        and part.get("type") in _TEXT_PARTS
-        and not {"image", "image_url"} & set(part)
-    )
-    text = part.get("text") if known and isinstance(part, dict) else None
-    return text if isinstance(text, str) else None
+    texts: list[str] = []
+    for part in content:
+        if (
+            isinstance(part, dict)
+            and part.get("type") in _TEXT_PARTS
+            and not {"image", "image_url"} & set(part)
+        ):
+            part = part.get("text")
+        if not isinstance(part, str):
+            return content
+        texts.append(part)
+    return "".join(texts)
 
 
 def _normal_call(call: JsonValue) -> JsonValue:
@@ -532,27 +524,14 @@ def _normal_call(call: JsonValue) -> JsonValue:
         return call
     known = {key: value for key, value in function_.items() if value is not None}
     parameters = known.pop("parameters", None)  # Llama's word for them
-    named = {**known, "arguments": _object(known.get("arguments", parameters))}
-    return {**call, "type": call.get("type", "function"), "function": named}
-
-
-def _object(arguments: JsonValue) -> JsonValue:
-    """Return arguments as an object where they are one or JSON text of one, {} where empty."""
+    arguments = known.get("arguments", parameters)
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-        return {}
-    value: JsonValue = arguments
-    while isinstance(value, str) and (inner := _parsed(value)) != value:
-        value = inner
-    return value if isinstance(value, dict) else arguments
-
-
-def _with_text_arguments(call: JsonValue) -> JsonValue:
-    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-        return call
-    function = cast(JsonObject, call["function"])
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+        arguments = {}
+    parsed = arguments
+    while isinstance(parsed, str) and (inner := _parsed(parsed)) != parsed:
+        parsed = inner
+    named = {**known, "arguments": parsed if isinstance(parsed, dict) else arguments}
+    return {**call, "type": call.get("type", "function"), "function": named}
 
 
 def _with_kimi_ids(messages: list[Message]) -> list[Message]:

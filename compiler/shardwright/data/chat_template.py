@@ -49,7 +49,7 @@ def main(seconds: int) -> int:
     for line in sys.stdin.buffer:
         # The kernel counts whole seconds from now and ends the process with SIGXCPU.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + seconds)
-        print(json.dumps(_answer(render_jinja_template, line)), file=answers, flush=True)
+        print(json.dumps(answer_request(render_jinja_template, line)), file=answers, flush=True)
     return 0
 
 
@@ -59,7 +59,7 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _answer(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
+def answer_request(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
     """Return {"text", "spans", "open"}, {"hidden"}: the number of a message, or {"error"}."""
     try:
         text, spans, is_open = _rendered(jinja, **json.loads(line))
@@ -247,15 +247,11 @@ class ChatTemplateRenderer:
         except BrokenPipeError:
             pass
         if not answer.endswith("\n"):
-            process.wait()
+            code = process.wait()
             self.close()
-            raise RenderLimitExceeded(self._cause(process.returncode))
+            if code == -signal.SIGXCPU:
+                raise RenderLimitExceeded(f"it used more than {self.seconds} s of CPU time")
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise RenderLimitExceeded(f"its process ended ({cause})")
         reply: dict[str, Any] = json.loads(answer)
         return reply
-
-    def _cause(self, code: int) -> str:
-        if code == -signal.SIGXCPU:
-            return f"it used more than {self.seconds} s of CPU time"
-        return (
-            f"its process ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
-        )

@@ -23,7 +23,6 @@ from shardwright.data.chat_format import (
 from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
 from shardwright.data.image_files import (
     DamagedImage,
-    ImageSource,
     ImageWriter,
     extract_images,
     inspect_image,
@@ -103,7 +102,12 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
     call of `weather`. Longer texts are placed first.
     """
     taken: list[tuple[str, int, int]] = []
-    for reason, words, forms in sorted(_expected_labels(message), key=_by_length):
+    # The longest first, and among equals the text last.
+    ordered = sorted(
+        _expected_labels(message),
+        key=lambda label: (-max(map(len, label[2]), default=0), label[0] == "text"),
+    )
+    for reason, words, forms in ordered:
         others = [
             (a, b)
             for other, a, b in taken
@@ -139,11 +143,6 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
     return max((last for _, _, last in taken), default=at)
 
 
-def _by_length(answers: ExpectedLabel) -> tuple[int, bool]:
-    """Sort the longest first, and among equals the text last."""
-    return -max(map(len, answers[2]), default=0), answers[0] == "text"
-
-
 def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> Span:
     """Return (place, size) of the first form that does not overlap the others, else (-1, 0)."""
     for form in forms:
@@ -159,16 +158,21 @@ def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> 
 
 def _expected_labels(message: Message) -> Iterator[ExpectedLabel]:
     """Yield each part of a message that the model has to learn."""
-    for content in _texts(message.get("content")):
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    for text in [content] if isinstance(content, str) else texts:
+        if not isinstance(text, str):
+            continue
         # The template may leave out reasoning before the answer, and white space around both.
-        answer = content.rsplit("</think>", 1)[-1]
+        answer = text.rsplit("</think>", 1)[-1]
         for mark in ("<answer>", "</answer>"):
             answer = answer.replace(mark, "")
         if answer.strip():
             yield (
                 "text",
-                f"the text {_short(content)}",
-                (content.strip(), answer.strip(), _escaped(answer.strip())),
+                f"the text {_short(text)}",
+                (text.strip(), answer.strip(), _escaped(answer.strip())),
             )
     for call, function in _calls(message):
         name = function.get("name")
@@ -190,14 +194,6 @@ def _calls(message: Message) -> Iterator[tuple[JsonValue, JsonObject]]:
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         yield call, function if isinstance(function, dict) else {}
-
-
-def _texts(content: JsonValue) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
-    return [text for text in texts if isinstance(text, str)]
 
 
 def _leaves(value: JsonValue) -> Iterator[str]:
@@ -352,18 +348,6 @@ def encode(
     return encoded.ids, trained
 
 
-def resolve_chat_template(tokenizer: Tokenizer, recipe_template: str | None) -> str:
-    """Return the recipe's template, or the tokenizer's own. Raises SW6112."""
-    template = recipe_template or tokenizer.template
-    if not isinstance(template, str):
-        raise refusal(
-            "SW6112",
-            "the tokenizer has no chat template",
-            ("Set data.template, or use the tokenizer of the model's instruction-tuned version."),
-        )
-    return template
-
-
 def end_of_turn_id(tokenizer: Tokenizer, template: str) -> int | None:
     """Return the id that ends an answer and is trained with it: <|im_end|>, <|eot_id|>, often
     eos_token.
@@ -371,7 +355,13 @@ def end_of_turn_id(tokenizer: Tokenizer, template: str) -> int | None:
     None where an answer does not end with a token of its own, or the template does not mark it as
     trained.
     """
-    for messages in _sample_answers():
+    # One answer at the end (gpt-oss's <|return|>), then followed by a question (GLM's <|user|>).
+    for follows, instructed, in_parts in itertools.product((False, True), repeat=3):
+        turns = [("user", "hi"), ("assistant", _ANSWER)] + [("user", "hi")] * follows
+        messages: list[Message] = []
+        for role, said in [("system", "hi")] * instructed + turns:
+            parts: JsonValue = [{"type": "text", "text": said}]
+            messages.append({"role": role, "content": parts if in_parts else said})
         try:
             text, spans, _ = _RENDERER.render(
                 template, messages, None, tokenizer.special(), turns=True
@@ -380,61 +370,38 @@ def end_of_turn_id(tokenizer: Tokenizer, template: str) -> int | None:
         except (TurnNotFound, TemplateError, RenderLimitExceeded):
             continue
         place = text.rfind(_ANSWER)
-        tail = next(
-            (text[place + len(_ANSWER) : last] for first, last in spans if first <= place < last),
-            "",
-        )
-        tokens = [int(token) for token in tokenizer.encode([tail])[0]] if tail else []
-        if (
-            end := next(
-                (token for token in reversed(tokens) if tokenizer.is_special_token(token)), None
-            )
-        ) is not None:
-            return end
+        tails = (text[place + len(_ANSWER) : last] for a, last in spans if a <= place < last)
+        tail = next(tails, "")
+        for token in reversed(tokenizer.encode([tail])[0].tolist() if tail else []):
+            if tokenizer.is_special_token(token):
+                return int(token)
     return None
 
 
-def _sample_answers() -> Iterator[list[Message]]:
-    """Yield conversations with one answer, at the end (gpt-oss's <|return|>), then followed by a
-    question (GLM's <|user|>)."""
-    for follows, instructed, in_parts in itertools.product((False, True), repeat=3):
-        turns = [("user", "hi"), ("assistant", _ANSWER)] + [("user", "hi")] * follows
-        yield [
-            {
-                "role": role,
-                "content": cast(JsonValue, [{"type": "text", "text": text}]) if in_parts else text,
-            }
-            for role, text in [("system", "hi")] * instructed + turns
-        ]
+class ConversationReader:
+    """Read one source. Raises the errors of conversations, and with images SW6130 to SW6136.
 
-
-# Conversations with images: check the headers, expand the placeholders, count what is left out.
-
-
-class ImageConversationReader:
-    """Read one source. Raises SW6130 to SW6134, and the errors of conversations.
-
-    writer, pictures: writers of the same folder.
+    images: the processor and a writer of the same folder; None reads texts only.
     """
 
     def __init__(
         self,
         part: DataSection,
         tokenizer: Tokenizer,
-        image_processor: ImageProcessor,
         writer: DocumentWriter,
-        pictures: ImageWriter,
         report: RecordCounts,
+        images: tuple[ImageProcessor, ImageWriter] | None = None,
     ) -> None:
-        assert part.images is not None
-        self.part, self.images, self.tokenizer, self.image_processor = (
-            part,
-            part.images,
-            tokenizer,
-            image_processor,
-        )
-        self.writer, self.pictures, self.report = writer, pictures, report
-        self._template = resolve_chat_template(tokenizer, part.template)
+        self.part, self.tokenizer, self.writer, self.report = part, tokenizer, writer, report
+        self.images = images
+        template = part.template or tokenizer.template
+        if template is None:
+            raise refusal(
+                "SW6112",
+                "the tokenizer has no chat template",
+                "Set data.template, or use the tokenizer of the model's instruction-tuned version.",
+            )
+        self._template = template
         self._records = 0
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
@@ -445,72 +412,70 @@ class ImageConversationReader:
                 shown.add(record[2])
                 try:
                     talk = conversation(record, self.part.messages)
-                    self._take(talk, record[0].get("images"), self._folder(name))
+                    if self.images is None:
+                        self.writer.add(*self._encode(talk))
+                    else:
+                        self._add_with_images(talk, record[0].get("images"), name, *self.images)
                 except Refusal as problem:
                     self.report.skip_record(problem)
                 yield
-        self._check_damage()
+        if self.images is not None:
+            _, pictures = self.images
+            pictures.check_damaged(self.part.skip_damaged, self._records, "conversations")
 
-    def _folder(self, name: str) -> Path:
-        return Path(self.images.folder or Path(name).parent)
+    def _encode(
+        self, talk: Conversation, expand: Expand | None = None
+    ) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        train_on = self.part.train_on
+        return encode(talk, self.tokenizer, self._template, train_on, expand, self.report)
 
-    def _take(self, talk: Conversation, images: object, folder: Path) -> None:
+    def _add_with_images(
+        self,
+        talk: Conversation,
+        images: object,
+        file: str,
+        image_processor: ImageProcessor,
+        pictures: ImageWriter,
+    ) -> None:
+        """Check the images' headers, expand their placeholders, and count what is left out."""
+        section = self.part.images
+        assert section is not None
         messages, sources = extract_images(images, talk.messages, talk.where)
-        if len(sources) > self.images.per_row:
-            self.pictures.counts.too_many_images += 1
+        if len(sources) > section.per_row:
+            pictures.counts.too_many_images += 1
             return
+        folder = Path(section.folder or Path(file).parent)
         try:
             inspected = [inspect_image(source, folder) for source in sources]
         except DamagedImage as why:
-            self.pictures.damaged(f"{talk.where}: {why}")
+            pictures.damaged(f"{talk.where}: {why}")
             if not self.part.skip_damaged:
-                self._check_damage()
+                pictures.check_damaged(0, self._records, "conversations")
             return
 
         def expand(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-            return self._expand_placeholders(talk.where, text, spans, inspected)
+            token = image_processor.token
+            if image_processor.has_adjacent_images(text):
+                raise refusal(
+                    "SW6136",
+                    f"{talk.where}: two images follow each other without a token between them, "
+                    "which this model type would take for one image",
+                    "Let data.template write the tokens around each image, as the model's own "
+                    "template does.",
+                )
+            written = image_processor.expand(text, spans, inspected)
+            if written is None:
+                raise refusal(
+                    "SW6131",
+                    f"{talk.where}: the chat template writes {token!r} {text.count(token)} times "
+                    f"for {len(inspected)} images",
+                    f"Correct data.template, which must write {token!r} once for each `image` "
+                    "part, or remove that text from the record.",
+                )
+            return written
 
-        talk = replace(talk, messages=messages)
-        ids, trained = encode(
-            talk, self.tokenizer, self._template, self.part.train_on, expand, self.report
-        )
+        ids, trained = self._encode(replace(talk, messages=messages), expand)
         number = self.writer.documents
         self.writer.add(ids, trained)
         if self.writer.documents > number:
-            self.pictures.add(number, inspected)
-
-    def _expand_placeholders(
-        self, where: str, text: str, spans: list[Span], images: list[ImageSource]
-    ) -> tuple[str, list[Span]]:
-        if self.image_processor.has_adjacent_images(text):
-            raise refusal(
-                "SW6136",
-                f"{where}: two images follow each other without a token between them, which this "
-                "model type would take for one image",
-                "Let data.template write the tokens around each image, as the model's own "
-                "template does.",
-            )
-        written = self.image_processor.expand(text, spans, images)
-        if written is None:
-            raise refusal(
-                "SW6131",
-                f"{where}: the chat template writes {self.image_processor.token!r} "
-                f"{text.count(self.image_processor.token)} times for {len(images)} images",
-                f"Correct data.template, which must write {self.image_processor.token!r} once "
-                "for each `image` part, or remove that text from the record.",
-            )
-        return written
-
-    def _check_damage(self) -> None:
-        counts = self.pictures.counts
-        if counts.damaged <= self.part.skip_damaged * self._records:
-            return
-        raise refusal(
-            "SW6134",
-            (
-                f"{counts.damaged} of {self._records} conversations have a damaged image: "
-                f"{'; '.join(counts.told)}"
-            ),
-            "Repair or delete them; `skip_damaged: 0.01` leaves out up to that share of the "
-            "conversations, and `prepare` counts them.",
-        )
+            pictures.add(number, inspected)

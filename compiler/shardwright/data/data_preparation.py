@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shlex
@@ -17,14 +18,13 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from shardwright.data import conversations
-from shardwright.data.conversations import ImageConversationReader
+from shardwright.data.conversations import ConversationReader
 from shardwright.data.data_sources import DataSource, find_source, shapes_folder, tokenized_sections
 from shardwright.data.image_captions import (
     ContrastiveProcessor,
@@ -35,15 +35,14 @@ from shardwright.data.image_files import ImageCounts, ImageWriter
 from shardwright.data.image_inputs import ImageProcessor
 from shardwright.data.indexed_dataset import (
     DocumentWriter,
-    TokenManifest,
     open_documents,
     read_manifest,
 )
 from shardwright.data.sequences import write_packing_table
 from shardwright.data.shapes_dataset import draw_shapes
-from shardwright.data.source_files import ReadingProgress, RecordCounts, records, text_chunks, texts
+from shardwright.data.source_files import ReadingProgress, RecordCounts, text_chunks, texts
 from shardwright.data.tokenizers import Tokenizer, document_prefix, load_tokenizer
-from shardwright.diagnostics import Refusal, refusal
+from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import DRAWN_SHAPES_DATASET, DataSection
 from shardwright.utils.file_io import write_atomically
@@ -76,7 +75,7 @@ def prepare(
         with explain_disk_errors(at):
             draw_shapes(shapes_folder(folder))
     sources = [find_source(part, folder) for part in tokenized_sections(plan)]
-    missing = [s for s in sources if s.files and _finished_manifest(at, s) is None]
+    missing = [s for s in sources if s.files and read_manifest(at / s.key) is None]
     gone = [s for s in sources if not s.files and _current_key(at, s.settings) is None]
     if gone:
         raise refusal(
@@ -99,9 +98,15 @@ def prepare(
         at.mkdir(parents=True, exist_ok=True)
         with _exclusive_lock(at):
             for source in sources:
-                if source.files and _finished_manifest(at, source) is None:
+                if source.files and read_manifest(at / source.key) is None:
                     _tokenize_source(plan, folder, at, source, max_records)
-            _record_current_keys(at, sources)
+            try:
+                known = json.loads((at / CURRENT).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                known = {}
+            current = {**known, **{s.settings: s.key for s in sources if s.files}}
+            if current != known:
+                write_atomically(at / CURRENT, json.dumps(current, indent=1))
             for source in sources:
                 if source.part.kind == "chat":
                     here = at / str(_current_key(at, source.settings))
@@ -151,10 +156,6 @@ def prepared_folder(part: DataSection, folder: Path) -> Path:
     return at / name
 
 
-def _finished_manifest(at: Path, source: DataSource) -> TokenManifest | None:
-    return read_manifest(at / source.key)
-
-
 def _current_key(at: Path, settings: str) -> str | None:
     """Return the current KEY of these settings, None where its folder is incomplete."""
     try:
@@ -162,16 +163,6 @@ def _current_key(at: Path, settings: str) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return name if read_manifest(at / name) is not None else None
-
-
-def _record_current_keys(at: Path, sources: Iterable[DataSource]) -> None:
-    try:
-        known = json.loads((at / CURRENT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    now = {**known, **{s.settings: s.key for s in sources if s.files}}
-    if now != known:
-        write_atomically(at / CURRENT, json.dumps(now, indent=1))
 
 
 @contextlib.contextmanager
@@ -232,7 +223,15 @@ def _tokenize_source(
         with contextlib.closing(progress) as shown:
             report = RecordCounts(share=source.part.skip_damaged, most=max_records)
             for _ in _read_source(source, folder, tokenizer, writer, pictures, shown, report):
-                _check_ids(plan, tokenizer, writer)
+                if writer.largest_id < plan.model.vocabulary_size:
+                    continue
+                raise refusal(  # at once, not after hours
+                    "SW6105",
+                    f"the tokenizer ({tokenizer.size} ids) gives the id {writer.largest_id}, but "
+                    f"the model's vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
+                    "Use the tokenizer that belongs to this model, or a model with a larger "
+                    "vocab_size.",
+                )
             counts = ImageCounts(told=[]) if pictures is None else pictures.counts
             report.check(report.share, counts.damaged, counts.told)
             report.write(partial)
@@ -270,17 +269,6 @@ def _tokenize_source(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: DocumentWriter) -> None:
-    """Raise SW6105 for ids outside the vocabulary at once, not after hours."""
-    if writer.largest_id >= plan.model.vocabulary_size:
-        raise refusal(
-            "SW6105",
-            f"the tokenizer ({tokenizer.size} ids) gives the id {writer.largest_id}, but the "
-            f"model's vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
-            "Use the tokenizer that belongs to this model, or a model with a larger vocab_size.",
-        )
-
-
 def _read_source(
     source: DataSource,
     folder: Path,
@@ -290,24 +278,21 @@ def _read_source(
     shown: ReadingProgress,
     report: RecordCounts,
 ) -> Iterator[None]:
-    part = source.part
-    if pictures is None or part.images is None:
-        return _read_text_or_chat(part, source.files, tokenizer, writer, shown, report)
+    """Yield after each batch that is written."""
+    part, images = source.part, source.part.images
+    if images is None or pictures is None:
+        if part.kind != "chat":
+            return _read_texts(part, source.files, tokenizer, writer, shown, report)
+        return ConversationReader(part, tokenizer, writer, report).read(source.files, shown)
     if has_image_captions(part):
-        return ImageCaptionReader(
-            part,
-            ContrastiveProcessor(folder / str(part.tokenizer), part.images),
-            writer,
-            pictures,
-            report,
-        ).read(source.files, shown)
-    image_processor = ImageProcessor(folder / str(part.tokenizer), part.images)
-    return ImageConversationReader(part, tokenizer, image_processor, writer, pictures, report).read(
-        source.files, shown
-    )
+        pairs = ContrastiveProcessor(folder / str(part.tokenizer), images)
+        return ImageCaptionReader(part, pairs, writer, pictures, report).read(source.files, shown)
+    with_images = ImageProcessor(folder / str(part.tokenizer), images), pictures
+    reader = ConversationReader(part, tokenizer, writer, report, with_images)
+    return reader.read(source.files, shown)
 
 
-def _read_text_or_chat(
+def _read_texts(
     part: DataSection,
     files: tuple[str, ...],
     tokenizer: Tokenizer,
@@ -315,59 +300,37 @@ def _read_text_or_chat(
     shown: ReadingProgress,
     report: RecordCounts,
 ) -> Iterator[None]:
-    """Yield after each batch that is written."""
-    if part.kind == "chat":
-        template = conversations.resolve_chat_template(tokenizer, part.template)
-        for name in files:
-            for record in records(name, report):
-                shown.add(record[2])
-                try:
-                    talk = conversations.conversation(record, part.messages)
-                    writer.add(
-                        *conversations.encode(
-                            talk, tokenizer, template, part.train_on, report=report
-                        )
-                    )
-                except Refusal as problem:
-                    report.skip_record(problem)
-                yield
-    else:
-        begin = document_prefix(tokenizer, part.add_bos_token)
-        batch: list[Piece] = []
-        size = 0
-        for piece in _pieces(part, files, report):
+    """Yield after each batch that is written.
+
+    A text file is one document. With a limit on records, it ends after its first piece.
+    """
+    begin = document_prefix(tokenizer, part.add_bos_token)
+    batch: list[Piece] = []
+    size = 0
+    for name in files:
+        pieces: Iterator[Piece]
+        if part.kind != "text":
+            pieces = ((*text, True) for text in texts(name, part.kind, part.field, report))
+        elif report.is_full:
+            break
+        else:
+            report.records += 1
+            first = 1 if report.most is not None else None
+            chunks = ((*chunk, False) for chunk in itertools.islice(text_chunks(name), first))
+            pieces = itertools.chain(chunks, [("", 0, True)])
+        for piece in pieces:
             batch.append(piece)
             size += len(piece[0])
             if size >= BATCH_BYTES:
                 _flush(batch, tokenizer, begin, writer, shown)
                 batch, size = [], 0
                 yield
-        _flush(batch, tokenizer, begin, writer, shown)
-        yield
+    _flush(batch, tokenizer, begin, writer, shown)
+    yield
 
 
 Piece = tuple[str, int, bool]
 """(text, bytes of the source, whether its document ends with it)"""
-
-
-def _pieces(part: DataSection, files: tuple[str, ...], report: RecordCounts) -> Iterator[Piece]:
-    """Yield a text file in pieces of one document; of other kinds, their records.
-
-    With a limit on records, a text file ends after its first piece.
-    """
-    for name in files:
-        if part.kind == "text":
-            if report.is_full:
-                return
-            report.records += 1
-            for text, size in text_chunks(name):
-                yield text, size, False
-                if report.most is not None:
-                    break
-            yield "", 0, True
-        else:
-            for text, size in texts(name, part.kind, part.field, report):
-                yield text, size, True
 
 
 def _flush(

@@ -70,27 +70,19 @@ def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSo
     look: whether to find the files too.
     """
     files = tuple(matching_files(str(part.path), folder)) if look else ()
-    settings = _digest(
-        [
-            PREPARED_FORMAT,
-            part.kind,
-            part.path,
-            part.tokenizer
-            if part.tokenizer in (None, "byte")
-            else _folder_hash(folder / str(part.tokenizer)),
-            part.field,
-            part.messages,
-            part.template,
-            part.train_on,
-            *(
-                []
-                if part.images is None
-                else [images_without_defaults(asdict(part.images)), part.skip_damaged]
-            ),
-            *([part.skip_damaged] if part.images is None and part.skip_damaged else []),
-            *([] if part.add_bos_token == "auto" else [f"add_bos_token {part.add_bos_token}"]),
-        ]
-    )
+    tokenizer = part.tokenizer
+    if tokenizer not in (None, "byte"):
+        paths = sorted((folder / str(tokenizer)).iterdir())
+        tokenizer = _digest([[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in paths])
+    read_by: list[object] = [PREPARED_FORMAT, part.kind, part.path, tokenizer]
+    read_by += [part.field, part.messages, part.template, part.train_on]
+    if part.images is not None:
+        read_by.append(images_without_defaults(asdict(part.images)))
+    if part.images is not None or part.skip_damaged:
+        read_by.append(part.skip_damaged)
+    if part.add_bos_token != "auto":
+        read_by.append(f"add_bos_token {part.add_bos_token}")
+    settings = _digest(read_by)
     try:
         stats = [os.stat(name) for name in files]
     except OSError as error:
@@ -133,12 +125,6 @@ def matching_files(path: str, folder: Path) -> list[str]:
     if os.path.isfile(path):
         return [path]
     return sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
-
-
-def _folder_hash(folder: Path) -> str:
-    return _digest(
-        [[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in sorted(folder.iterdir())]
-    )
 
 
 def _digest(value: object) -> str:

@@ -19,13 +19,11 @@ from shardwright.data.dataset import Dataset, open_sequences
 from shardwright.data.image_captions import ContrastiveProcessor, has_image_captions
 from shardwright.data.image_files import (
     ImageCounts,
-    ImageSource,
-    ImageTable,
     open_images,
     read_image_counts,
 )
 from shardwright.data.image_inputs import ImageProcessor
-from shardwright.data.indexed_dataset import Documents, open_documents, open_megatron, read_manifest
+from shardwright.data.indexed_dataset import open_documents, open_megatron, read_manifest
 from shardwright.data.sequences import PADDING_ID, SequenceBatch, open_document_sequences
 from shardwright.data.source_files import RecordCounts, read_record_counts
 from shardwright.data.tokenizers import Ids, document_prefix, load_tokenizer
@@ -34,7 +32,6 @@ from shardwright.recipe.recipe_types import (
     DOCUMENT_KINDS,
     TOKENIZED_KINDS,
     DataSection,
-    ImagesSection,
 )
 
 SAMPLES = 3
@@ -139,18 +136,29 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> SourceSummary:
     pictures = None if here is None else open_images(here)
     counts = ImageCounts(told=[]) if here is None or pictures is None else read_image_counts(here)
     lengths = documents.lengths
-    trained = _label_count(documents, part)
+    # A document's first token is no label, and neither are a caption's tokens.
+    trained = len(documents.tokens) - (len(documents.ends) if part.packing else 1)
+    if has_image_captions(part):
+        trained = 0
     if part.kind == "chat" and here is not None:
         rows = open_document_sequences(here, documents, length, packed=part.packing)
         too_long = 0 if pictures is None else int((lengths > length).sum())
         left_out, lengths = len(lengths) - len(rows.members) - too_long, lengths[rows.members]
         cut = int((lengths > length).sum())
         lengths = np.minimum(lengths, length)
-        trained = _labels(documents, np.asarray(rows.members), lengths)
+        assert documents.trained is not None, "a conversation's tokens are marked"
+        first = documents.ends[rows.members] - documents.lengths[rows.members]
+        spans = zip((first + 1).tolist(), (first + lengths).tolist(), strict=True)
+        trained = sum(int(np.count_nonzero(documents.trained[a:b])) for a, b in spans)
         padding = 1 - int(lengths.sum()) / max(1, len(rows) * length)
     if has_image_captions(part):
         cut, lengths = int((lengths > length).sum()), np.minimum(lengths, length)
         padding = 1 - int(lengths.sum()) / max(1, len(lengths) * length)
+    begin = None
+    if part.kind in ("text", "jsonl", "parquet") and not has_image_captions(part):
+        tokenizer = load_tokenizer(str(part.tokenizer), folder)
+        ids = document_prefix(tokenizer, part.add_bos_token)
+        begin = tokenizer.decode(np.asarray(ids, dtype=np.int32)) if ids else ""
     report = RecordCounts() if here is None else read_record_counts(here)
     tokens = int(lengths.sum())
     alone = int((-(-lengths // length)).sum()) * length
@@ -176,40 +184,8 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> SourceSummary:
         replaced=report.replaced,
         reasoning_not_rendered=report.reasoning_not_rendered,
         unclosed_conversations=report.unclosed_conversations,
-        begin=document_prefix_text(part, folder),
+        begin=begin,
     )
-
-
-def document_prefix_text(part: DataSection, folder: Path) -> str | None:
-    """Return the text of the ids that start each document, None where data.add_bos_token does not
-    apply."""
-    if part.kind not in ("text", "jsonl", "parquet") or has_image_captions(part):
-        return None
-    tokenizer = load_tokenizer(str(part.tokenizer), folder)
-    begin = document_prefix(tokenizer, part.add_bos_token)
-    return tokenizer.decode(np.asarray(begin, dtype=np.int32)) if begin else ""
-
-
-def _label_count(documents: Documents, part: DataSection) -> int:
-    """Count the labels of text: a document's first token is none, and neither are a caption's
-    tokens."""
-    if has_image_captions(part):
-        return 0
-    return len(documents.tokens) - (len(documents.ends) if part.packing else 1)
-
-
-def _labels(
-    documents: Documents, members: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> int:
-    """Count the labels in the first tokens of the documents `members`, without each document's
-    first token.
-
-    lengths: cut lengths of `members`.
-    """
-    assert documents.trained is not None, "a conversation's tokens are marked"
-    first = documents.ends[members] - documents.lengths[members]
-    spans = zip((first + 1).tolist(), (first + lengths).tolist(), strict=True)
-    return sum(int(np.count_nonzero(documents.trained[a:b])) for a, b in spans)
 
 
 def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[SampleSpan]]:
@@ -354,9 +330,20 @@ def image_throughput(plan: Plan, folder: Path) -> ImageThroughput | None:
             continue
         each = part.weight / whole * len(held) / len(rows)
         pictures += each
-        seconds += each * _seconds(
-            _processing(part, part.images, folder / str(part.tokenizer)), table, held
-        )
+        make = ContrastiveProcessor if has_image_captions(part) else ImageProcessor
+        processor = make(folder / str(part.tokenizer), part.images)
+        sample = held[np.unique(np.linspace(0, len(held) - 1, TIMED_IMAGES).astype(np.int64))]
+        images = [
+            picture
+            for row in sample
+            for picture in dataclasses.replace(table, index=row[None]).of(int(row[0]))
+        ]
+        no_tokens = np.zeros((1, 0), dtype=np.int64)
+        processor.inputs(no_tokens, None, [[images[0]]])  # imports
+        started = time.process_time()  # CPU time, whatever else runs on this machine
+        for image in images:
+            processor.inputs(no_tokens, None, [[image]])
+        seconds += each * ((time.process_time() - started) / len(images))
     if not pictures:
         return None
     wanted = plan.training.global_batch_size * pictures / plan.predicted.time.step_seconds
@@ -368,37 +355,3 @@ def image_throughput(plan: Plan, folder: Path) -> ImageThroughput | None:
         cores=max(1, math.ceil(wanted / images_per_core_second)),
         ranks=ranks,
     )
-
-
-def _processing(
-    part: DataSection, images: ImagesSection, folder: Path
-) -> Callable[[ImageSource], object]:
-    """Return a function from one image to its tensors, as the ranks compute it.
-
-    folder: of the processor.
-    """
-    if has_image_captions(part):
-        pairs, no_tokens = ContrastiveProcessor(folder, images), np.zeros((1, 0), dtype=np.int64)
-        return lambda picture: pairs.inputs(no_tokens, None, [[picture]])
-    image_processor = ImageProcessor(folder, images)
-    return lambda picture: image_processor.ready([[picture]])
-
-
-def _seconds(
-    process: Callable[[ImageSource], object], table: ImageTable, held: npt.NDArray[np.int64]
-) -> float:
-    """Return the core seconds for one image.
-
-    held: rows of the table's index.
-    """
-    sample = held[np.unique(np.linspace(0, len(held) - 1, TIMED_IMAGES).astype(np.int64))]
-    images = [
-        picture
-        for row in sample
-        for picture in dataclasses.replace(table, index=row[None]).of(int(row[0]))
-    ]
-    process(images[0])  # imports
-    started = time.process_time()  # CPU time, whatever else runs on this machine
-    for image in images:
-        process(image)
-    return (time.process_time() - started) / len(images)

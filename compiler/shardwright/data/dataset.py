@@ -14,7 +14,12 @@ import numpy.typing as npt
 
 from shardwright.data.data_preparation import data_folder, explain_disk_errors, prepared_folder
 from shardwright.data.data_sources import all_data_sections, data_sections
-from shardwright.data.image_captions import has_image_captions, open_caption_sequences
+from shardwright.data.image_captions import (
+    PADDING_FILE,
+    CaptionPadding,
+    CaptionSequences,
+    has_image_captions,
+)
 from shardwright.data.image_files import IMAGE_BYTES_FILE, IMAGE_INDEX_FILE, open_images
 from shardwright.data.indexed_dataset import MANIFEST, open_documents, open_megatron, read_manifest
 from shardwright.data.sequences import (
@@ -68,8 +73,14 @@ def open_dataset(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> Da
     parts = [open_sequences(plan, part, folder, limit) for part in data_sections(plan.data)]
     held_out: list[SequenceDataset] = []
     if plan.validation is not None and plan.validation.fraction is not None:
-        split = [_split(rows, plan.validation.fraction, t.seed, n) for n, rows in enumerate(parts)]
-        parts, held_out = [s[0] for s in split], [s[1] for s in split]
+        # Drawn by the seed, at least one of each part; both sides keep the part's order.
+        for number, rows in enumerate(parts):
+            count = max(1, round(plan.validation.fraction * len(rows))) if len(rows) else 0
+            generator = np.random.default_rng([t.seed, _VALIDATION_SEED, number])
+            is_held_out = np.zeros(len(rows), dtype=np.bool_)
+            is_held_out[generator.permutation(len(rows))[:count]] = True
+            held_out.append(SubsetSequences(rows, np.flatnonzero(is_held_out)))
+            parts[number] = SubsetSequences(rows, np.flatnonzero(~is_held_out))
     elif plan.validation is not None and plan.validation.data is not None:
         held_out = [
             open_sequences(plan, part, folder, limit)
@@ -174,7 +185,23 @@ def open_sequences(
         first, step = random.integers(0, vocabulary, (n, 1)), random.integers(1, 8, (n, 1))
         return ArraySequences((first + step * np.arange(length)) % vocabulary)
     if part.kind == "tokens":
-        tokens = _load_tokens(str(part.path), length)
+        try:
+            tokens = np.load(str(part.path), mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise refusal(
+                "SW6102",
+                f"cannot read {part.path!r} as a NumPy .npy array: {error}",
+                "Save an array of integers of shape (samples, sequence_length) with numpy.save.",
+            ) from None
+        is_integer = np.issubdtype(tokens.dtype, np.integer)
+        if tokens.ndim != 2 or tokens.shape[1] != length or not is_integer:
+            raise refusal(
+                "SW6103",
+                f"{part.path!r} holds {tokens.dtype} of shape {tokens.shape}, not integers "
+                f"(samples, {length})",
+                "Cut the samples to training.sequence_length, or set sequence_length to the "
+                "array's width.",
+            )
         _check_range(part, tokens[: None if limit is None else max(1, limit // length)], vocabulary)
         return ArraySequences(tokens)
     if part.kind == "megatron":
@@ -190,44 +217,9 @@ def open_sequences(
     if has_image_captions(part):
         images = open_images(here)
         assert images is not None, "its folder was prepared with them"
-        return open_caption_sequences(here, open_documents(here), length, images)
+        padding = CaptionPadding(**json.loads((here / PADDING_FILE).read_text("utf-8")))
+        return CaptionSequences(open_documents(here), length, padding, images)
     return ChunkedSequences(open_documents(here), length, part.packing)
-
-
-def _split(
-    rows: SequenceDataset, fraction: float, seed: int, part: int
-) -> tuple[SequenceDataset, SequenceDataset]:
-    """Return (training, held-out) sequences, drawn by the seed, both in their own order; at least
-    one is held out."""
-    count = max(1, round(fraction * len(rows))) if len(rows) else 0
-    chosen = np.random.default_rng([seed, _VALIDATION_SEED, part]).permutation(len(rows))[:count]
-    out = np.zeros(len(rows), dtype=np.bool_)
-    out[chosen] = True
-    return SubsetSequences(rows, np.flatnonzero(~out)), SubsetSequences(rows, np.flatnonzero(out))
-
-
-def _load_tokens(path: str, length: int) -> npt.NDArray[np.integer]:
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise refusal(
-            "SW6102",
-            f"cannot read {path!r} as a NumPy .npy array: {error}",
-            "Save an array of integers of shape (samples, sequence_length) with numpy.save.",
-        ) from None
-    if tokens.ndim != 2 or tokens.shape[1] != length or not np.issubdtype(tokens.dtype, np.integer):
-        raise refusal(
-            "SW6103",
-            (
-                f"{path!r} holds {tokens.dtype} of shape {tokens.shape}, not integers (samples, "
-                f"{length})"
-            ),
-            (
-                "Cut the samples to training.sequence_length, or set sequence_length to the "
-                "array's width."
-            ),
-        )
-    return tokens  # type: ignore[no-any-return]
 
 
 def _check_range(part: DataSection, tokens: npt.NDArray[np.integer], vocabulary: int) -> None:
@@ -249,42 +241,36 @@ def _outside(part: DataSection, token: int, vocabulary: int) -> Exception:
 
 
 def _too_little(plan: Plan, counts: list[int]) -> Exception:
-    t = plan.training
+    """Build SW6104 with the ways to more sequences of this kind of data."""
+    t, parts = plan.training, data_sections(plan.data)
     # In a mixture, name the empty part.
-    empty = [part.path for part, n in zip(data_sections(plan.data), counts, strict=True) if not n]
+    empty = [part.path for part, n in zip(parts, counts, strict=True) if not n]
     name, count = (empty[0], 0) if empty else (plan.data.path or "the mixture", sum(counts))
-    held = (
-        ", apart from those held out for validation"
-        if plan.validation and plan.validation.fraction
-        else ""
-    )
+    splits = plan.validation is not None and plan.validation.fraction is not None
+    held = ", apart from those held out for validation" if splits else ""
+    kinds = {part.kind for part in parts}
+    ways = ["add text", "lower training.sequence_length"]
+    if kinds == {"tokens"}:
+        ways = ["add samples"]
+    elif all(has_image_captions(part) for part in parts):
+        ways = ["add pairs"]
+    elif kinds == {"chat"}:
+        ways = ["add conversations"]
+        if not any(counts):
+            ways.append("raise training.sequence_length (an answer must start within it)")
+        elif any(part.packing for part in parts):
+            ways.append("set `packing: false` for one conversation per sequence")
+    if splits:
+        ways.append("lower validation.fraction")
+    if any(counts):
+        ways.append("lower training.global_batch_size")
+    help = ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
     return refusal(
         "SW6104",
         f"{name!r} gives {count} sequences of {t.sequence_length} tokens{held}, fewer than "
         f"{'one' if empty else f'one global batch of {plan.sequences_per_step}'}",
-        _more_sequences(plan, sum(counts)),
+        f"{help[0].upper()}{help[1:]}.",
     )
-
-
-def _more_sequences(plan: Plan, count: int) -> str:
-    """Return the help on getting more sequences of this kind of data."""
-    kinds = {part.kind for part in data_sections(plan.data)}
-    ways = ["add text", "lower training.sequence_length"]
-    if kinds == {"tokens"}:
-        ways = ["add samples"]
-    elif all(has_image_captions(part) for part in data_sections(plan.data)):
-        ways = ["add pairs"]
-    elif kinds == {"chat"}:
-        ways = ["add conversations"]
-        if not count:
-            ways.append("raise training.sequence_length (an answer must start within it)")
-        elif any(part.packing for part in data_sections(plan.data)):
-            ways.append("set `packing: false` for one conversation per sequence")
-    if plan.validation is not None and plan.validation.fraction is not None:
-        ways.append("lower validation.fraction")
-    ways += ["lower training.global_batch_size"] * bool(count)
-    shown = ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
-    return f"{shown[0].upper()}{shown[1:]}."
 
 
 def validation_batches(count: int, rows_at_once: int, batches_at_once: int) -> Indices:
@@ -310,32 +296,25 @@ def data_fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
     OSError."""
     digests: dict[str, str] = {}
     for part in all_data_sections(plan):
+        if part.kind == "synthetic":
+            continue
+        if part.kind == "tokens":
+            paths = [Path(str(part.path))]
+        elif part.kind == "megatron":
+            paths = [Path(f"{part.path}.idx"), Path(f"{part.path}.bin")]
+        else:
+            here = prepared_folder(part, folder)
+            paths = [path for name in (MANIFEST, *_PREPARED) if (path := here / name).exists()]
         total = hashlib.sha256()
-        for path in _files(part, folder):
-            total.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-            _add(total, path)
-        if part.kind != "synthetic":
-            digests[str(part.path)] = total.hexdigest()
+        for path in paths:
+            size = path.stat().st_size
+            total.update(f"{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                if size <= BLOCKS * BLOCK_BYTES:
+                    total.update(file.read())
+                    continue
+                for number in range(BLOCKS):
+                    file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
+                    total.update(file.read(BLOCK_BYTES))
+        digests[str(part.path)] = total.hexdigest()
     return digests
-
-
-def _files(part: DataSection, folder: Path) -> list[Path]:
-    if part.kind == "synthetic":
-        return []
-    if part.kind == "tokens":
-        return [Path(str(part.path))]
-    if part.kind == "megatron":
-        return [Path(f"{part.path}.idx"), Path(f"{part.path}.bin")]
-    here = prepared_folder(part, folder)
-    return [path for name in (MANIFEST, *_PREPARED) if (path := here / name).exists()]
-
-
-def _add(total: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= BLOCKS * BLOCK_BYTES:
-            total.update(file.read())
-            return
-        for number in range(BLOCKS):
-            file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
-            total.update(file.read(BLOCK_BYTES))

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -155,7 +155,7 @@ class ImageCaptionReader:
             json.dumps(asdict(self.processor.padding)), encoding="utf-8"
         )
         yield
-        self._check_damage()
+        self.pictures.check_damaged(self.part.skip_damaged, self._records, "pairs")
 
     def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, ImageSource] | None:
         """Return (caption, image), None where the image is damaged."""
@@ -172,7 +172,7 @@ class ImageCaptionReader:
         except DamagedImage as why:
             self.pictures.damaged(f"{where}: {why}")
             if not self.part.skip_damaged:
-                self._check_damage()
+                self.pictures.check_damaged(0, self._records, "pairs")
             return None
 
     def _write(self, batch: list[tuple[str, ImageSource]]) -> None:
@@ -183,19 +183,6 @@ class ImageCaptionReader:
             self.writer.add(np.asarray(ids, dtype=np.int32))
             if self.writer.documents > number:
                 self.pictures.add(number, [picture])
-
-    def _check_damage(self) -> None:
-        counts = self.pictures.counts
-        if counts.damaged > self.part.skip_damaged * self._records:
-            raise refusal(
-                "SW6134",
-                (
-                    f"{counts.damaged} of {self._records} pairs have a damaged image: "
-                    f"{'; '.join(counts.told)}"
-                ),
-                "Repair or delete them; `skip_damaged: 0.01` leaves out up to that share of the "
-                "pairs, and `prepare` counts them.",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +211,6 @@ class CaptionSequences:
                 tokens[row, size - closing :] = ids[len(ids) - closing :]
         pictures = tuple(self.pictures.of(int(i)) for i in indices)
         return SequenceBatch(tokens=tokens, pictures=pictures)
-
-
-def open_caption_sequences(
-    folder: Path, documents: Documents, length: int, pictures: ImageTable
-) -> CaptionSequences:
-    """Open the sequences of a prepared source.
-
-    folder: the source's own.
-    """
-    return CaptionSequences(documents, length, read_caption_padding(folder), pictures)
-
-
-def read_caption_padding(folder: Path) -> CaptionPadding:
-    document: Any = json.loads((folder / PADDING_FILE).read_text("utf-8"))
-    return CaptionPadding(**document)
 
 
 def has_image_captions(part: DataSection) -> bool:

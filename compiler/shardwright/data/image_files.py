@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from shardwright.data.chat_format import Message
 from shardwright.diagnostics import refusal
 from shardwright.utils.file_io import read_regular_file
-from shardwright.utils.json_values import JsonObject, JsonValue
+from shardwright.utils.json_values import JsonValue
 
 IMAGE_BYTES_FILE, IMAGE_INDEX_FILE, IMAGE_COUNTS_FILE = (
     "pictures.bin",
@@ -91,22 +92,25 @@ def extract_images(
     rest, out = iter(images), []
     sources: list[JsonValue] = []
     for message in messages:
-        parts = _parts(message.get("content"), text_alone=not images)
-        if parts is None:
+        given_content = message.get("content")
+        parts: list[JsonValue] = []
+        if isinstance(given_content, list):
+            parts = given_content
+        elif isinstance(given_content, str) and images and IMAGE_PLACEHOLDER in given_content:
+            for text in re.split(f"({IMAGE_PLACEHOLDER})", given_content):
+                if text:
+                    is_image = text == IMAGE_PLACEHOLDER
+                    parts.append({"type": "image"} if is_image else {"type": "text", "text": text})
+        else:
             out.append(message)
             continue
         content: list[JsonValue] = []
         for part in parts:
+            part = part if isinstance(part, dict) else {"type": type(part).__name__}
             kind = part.get("type")
             if kind in ("image", "image_url"):  # the latter is OpenAI's
-                own = next(
-                    (
-                        part[key]
-                        for key in (*_SOURCE_KEYS, "image_url")
-                        if part.get(key) is not None
-                    ),
-                    None,
-                )
+                named = (part.get(key) for key in (*_SOURCE_KEYS, "image_url"))
+                own = next((value for value in named if value is not None), None)
                 source = next(rest, None) if own is None else own
                 if source is None:
                     raise _unmatched(
@@ -127,20 +131,6 @@ def extract_images(
     if left:
         raise _unmatched(where, f"{left} of its {len(images)} images have no placeholder")
     return out, sources
-
-
-def _parts(content: JsonValue, *, text_alone: bool) -> list[JsonObject] | None:
-    """Split content into parts; None where the message stays as it is."""
-    if isinstance(content, list):
-        return [
-            part if isinstance(part, dict) else {"type": type(part).__name__} for part in content
-        ]
-    if not isinstance(content, str) or text_alone or IMAGE_PLACEHOLDER not in content:
-        return None
-    parts: list[JsonObject] = []
-    for number, text in enumerate(content.split(IMAGE_PLACEHOLDER)):
-        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
-    return parts
 
 
 def _unmatched(where: str, why: str) -> Exception:
@@ -167,7 +157,14 @@ def inspect_image(source: JsonValue, folder: Path) -> ImageSource:
             return _read_header(str(source.get("path") or "an image in the record"), None, data)
         source = next((source[key] for key in _SOURCE_KEYS if source.get(key)), None)
     if isinstance(source, str) and source[:5].lower() == "data:":
-        return _read_header("an image in the record", None, _data_of_uri(source))
+        head, _, text = source.partition(",")
+        try:
+            if not head.lower().endswith(";base64"):
+                raise ValueError
+            data = base64.b64decode("".join(text.split()) + "=" * (-len(text) % 4), validate=True)
+        except ValueError:
+            raise DamagedImage(f"{head[:60]!r} is not followed by base64 text") from None
+        return _read_header("an image in the record", None, data)
     if not isinstance(source, str) or "://" in source:
         raise DamagedImage(
             f"{str(source)[:120]!r} is not a file; images must be in files or in the record, and "
@@ -188,17 +185,6 @@ def inspect_image(source: JsonValue, folder: Path) -> ImageSource:
         why = getattr(error, "strerror", None) or "it is not a regular file, or is too large"
         raise DamagedImage(f"{_short(path)} cannot be read: {why}") from None
     return _read_header(_short(path), path, data)
-
-
-def _data_of_uri(uri: str) -> bytes:
-    """Return the bytes of `data:image/png;base64,...`. Raises DamagedImage."""
-    head, _, text = uri.partition(",")
-    try:
-        if not head.lower().endswith(";base64"):
-            raise ValueError
-        return base64.b64decode("".join(text.split()) + "=" * (-len(text) % 4), validate=True)
-    except ValueError:
-        raise DamagedImage(f"{head[:60]!r} is not followed by base64 text") from None
 
 
 def _short(path: str) -> str:
@@ -260,7 +246,7 @@ def _first_line(error: Exception) -> str:
 def decode(picture: ImageSource, max_pixels: int) -> Any:
     """Return Pillow's RGB image, with its orientation applied, scaled down to `max_pixels`. Raises
     SW6132."""
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
     name = "an image in the data" if picture.path is None else repr(picture.path)
     try:
@@ -271,7 +257,11 @@ def decode(picture: ImageSource, max_pixels: int) -> Any:
         )
         with _opened(name, data or b"") as image:
             _load(name, image)
-            rgb = _rgb(ImageOps.exif_transpose(image))
+            turned: Any = ImageOps.exif_transpose(image)
+            if turned.mode.startswith("I"):  # Pillow's conversion clips 16 bits above 255
+                levels = np.asarray(turned).astype(np.int64) // 257
+                turned = Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+            rgb = turned.convert("RGB")
     except (OSError, DamagedImage) as error:
         raise refusal(
             "SW6132",
@@ -288,18 +278,6 @@ def decode(picture: ImageSource, max_pixels: int) -> Any:
         )
     size = fit_within_pixels(picture.width, picture.height, max_pixels)
     return rgb if size == rgb.size else rgb.resize(size)
-
-
-def _rgb(image: Any) -> Any:
-    """Convert an image to 8 bits a channel; Pillow's conversion of 16 bits clips values above
-    255."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):
-        image = Image.fromarray(
-            (np.asarray(image).astype(np.int64) // 257).clip(0, 255).astype(np.uint8)
-        )
-    return image.convert("RGB")
 
 
 def fit_within_pixels(width: int, height: int, max_pixels: int) -> tuple[int, int]:
@@ -346,6 +324,21 @@ class ImageWriter:
         if len(self.counts.told) < MAX_DAMAGED_MESSAGES:
             self.counts.told.append(why)
 
+    def check_damaged(self, share: float, records: int, kind: str) -> None:
+        """Raise SW6134 where more than `share` of the records read have a damaged image.
+
+        kind: "conversations" or "pairs".
+        """
+        damaged = self.counts.damaged
+        if damaged > share * records:
+            raise refusal(
+                "SW6134",
+                f"{damaged} of {records} {kind} have a damaged image: "
+                f"{'; '.join(self.counts.told)}",
+                "Repair or delete them; `skip_damaged: 0.01` leaves out up to that share of the "
+                f"{kind}, and `prepare` counts them.",
+            )
+
     def finish(self) -> None:
         self._bytes.flush()
         os.fsync(self._bytes.fileno())
@@ -372,15 +365,20 @@ class ImageTable:
     index: npt.NDArray[np.int64]
 
     def of(self, document: int) -> tuple[ImageSource, ...]:
+        """Return the images of a document."""
         first, stop = np.searchsorted(self.index[:, 0], (document, document + 1))
-        return tuple(self._picture(*row) for row in self.index[first:stop].tolist())
-
-    def _picture(
-        self, _: int, first: int, end: int, is_path: int, width: int, height: int
-    ) -> ImageSource:
-        data = self.data[first:end].tobytes()
-        path = os.fsdecode(data) if is_path else None
-        return ImageSource(path=path, data=None if is_path else data, width=width, height=height)
+        sources = []
+        for _, begin, end, is_path, width, height in self.index[first:stop].tolist():
+            data = self.data[begin:end].tobytes()
+            sources.append(
+                ImageSource(
+                    path=os.fsdecode(data) if is_path else None,
+                    data=None if is_path else data,
+                    width=width,
+                    height=height,
+                )
+            )
+        return tuple(sources)
 
 
 def open_images(folder: Path) -> ImageTable | None:

@@ -121,33 +121,35 @@ class ImageProcessor:
         for name in ("mm_token_type_ids", "token_type_ids"):
             if self._takes is not None and name in self._takes:
                 # If the processor marks no images, 0 marks the prefix with full attention.
-                marks = name == "mm_token_type_ids" or getattr(
+                if name == "mm_token_type_ids" or getattr(
                     self._processor, "return_mm_token_type_ids", False
-                )
-                inputs[name] = (
-                    places if marks else torch.from_numpy(_answer_mask(tokens, loss_mask))
-                )
+                ):
+                    inputs[name] = places
+                    continue
+                labels = np.ones(tokens.shape, np.int64) if loss_mask is None else loss_mask
+                # 1 from the first label on: in the prefix, a question would attend to its answer
+                # through the tokens after it.
+                suffix = np.maximum.accumulate(labels.astype(np.int64), axis=1)
+                inputs[name] = torch.from_numpy(suffix)
         return inputs
 
     def ready(self, rows: Sequence[Sequence[ImageSource]]) -> dict[str, torch.Tensor]:
         """Return the tensors of the sequences' images, decoded. Raises SW6132."""
-        images = self._decoded([picture for row in rows for picture in row])
+        from PIL import Image
+
+        most = self.images.max_pixels
+        pictures = [picture for row in rows for picture in row]
+        if self.skip_decoding:
+            sizes = [fit_within_pixels(p.width, p.height, most) for p in pictures]
+            images = [Image.new("RGB", size) for size in sizes]
+        elif self.decoders is None:
+            images = [decode(p, most) for p in pictures]
+        else:
+            images = self.decoders.decode(pictures, most)
         if not self._tiles_per_sequence:
             return self._of_images(images)
         left = iter(images)
         return self._of_images([[next(left) for _ in row] for row in rows if row])
-
-    def _decoded(self, pictures: list[ImageSource]) -> list[Any]:
-        from PIL import Image
-
-        most = self.images.max_pixels
-        if self.skip_decoding:
-            return [Image.new("RGB", fit_within_pixels(p.width, p.height, most)) for p in pictures]
-        return (
-            [decode(p, most) for p in pictures]
-            if self.decoders is None
-            else self.decoders.decode(pictures, most)
-        )
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:
@@ -174,19 +176,6 @@ class ImageProcessor:
     def _process(self, images: list[Any]) -> tuple[Any, list[str]]:
         processed: tuple[Any, list[str]] = self._processor._process_images(images, **self._options)
         return processed
-
-
-def _answer_mask(
-    tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None
-) -> npt.NDArray[np.int64]:
-    """Return (B, S): 1 from the first label on.
-
-    Tokens after an answer attend to it: in the prefix, the question would attend to the answer
-        through them.
-    """
-    if trained is None:
-        return np.ones(tokens.shape, dtype=np.int64)
-    return np.maximum.accumulate(trained.astype(np.int64), axis=1)
 
 
 def _moved(place: int, moves: list[tuple[int, int]]) -> int:

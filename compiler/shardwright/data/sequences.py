@@ -3,6 +3,7 @@ training.sequence_length."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from shardwright.data.indexed_dataset import Documents
 
 Indices = npt.NDArray[np.int64]
 PADDING_ID = 0
-"""Any id works: padding is not a label, comes last, and is a document of its own where documents
-are packed."""
+"""Fills a sequence. Any id works: padding is not a label, comes last, and is a document of its own
+where documents are packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +113,14 @@ class DocumentSequences:
         tokens = np.full(shape, PADDING_ID, dtype=d.tokens.dtype)
         starts, loss_mask = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
         lengths = np.zeros(len(indices), dtype=np.int64)
+        pictures: list[tuple[ImageSource, ...]] = []
         for row, i in enumerate(indices):
             at = 0
-            for document in self.members[self.bounds[i] : self.bounds[i + 1]]:
+            members = self.members[self.bounds[i] : self.bounds[i + 1]].tolist()
+            if self.pictures is not None:
+                images = (self.pictures.of(document) for document in members)
+                pictures.append(tuple(itertools.chain.from_iterable(images)))
+            for document in members:
                 first = int(d.ends[document - 1]) if document else 0
                 size = min(int(d.ends[document]) - first, self.length)
                 tokens[row, at : at + size] = d.tokens[first : first + size]
@@ -130,16 +136,9 @@ class DocumentSequences:
             tokens=tokens,
             starts=starts if self.packed else None,
             loss_mask=loss_mask,
-            pictures=self._pictures(indices),
+            pictures=tuple(pictures),
             lengths=lengths,
         )
-
-    def _pictures(self, indices: Indices) -> tuple[tuple[ImageSource, ...], ...]:
-        table = self.pictures
-        if table is None:
-            return ()
-        members = (self.members[self.bounds[i] : self.bounds[i + 1]].tolist() for i in indices)
-        return tuple(tuple(p for document in row for p in table.of(document)) for row in members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +208,24 @@ def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
 
 
 def write_packing_table(folder: Path, documents: Documents, length: int, *, packed: bool) -> None:
+    """Write (members, bounds) without documents that have no label in their first S tokens."""
     paths = _paths(folder, length, packed)
     if all(path.exists() for path in paths):
         return
-    has_images = open_images(folder) is not None
-    for path, array in zip(
-        paths, _table(documents, length, packed=packed, whole=has_images), strict=True
-    ):
+    ends, lengths, trained = documents.ends, documents.lengths, documents.trained
+    usable = np.flatnonzero(lengths > 1)
+    if open_images(folder) is not None:  # a cut might go through an image
+        usable = usable[lengths[usable] <= length]
+    if trained is not None:
+        first = ends - lengths
+        has_label = [trained[first[d] + 1 : min(ends[d], first[d] + length)].any() for d in usable]
+        usable = usable[np.asarray(has_label, dtype=np.bool_)]
+    table = (
+        pack(np.minimum(lengths[usable], length), usable, length)
+        if packed
+        else (usable, np.arange(len(usable) + 1, dtype=np.int64))
+    )
+    for path, array in zip(paths, table, strict=True):
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         np.save(temporary, array)
         os.replace(temporary, path)
@@ -229,27 +239,6 @@ def open_document_sequences(
         write_packing_table(folder, documents, length, packed=packed)
     members, bounds = (np.load(path, mmap_mode="r") for path in paths)
     return DocumentSequences(documents, length, packed, members, bounds, open_images(folder))
-
-
-def _table(
-    documents: Documents, length: int, *, packed: bool, whole: bool = False
-) -> tuple[Indices, Indices]:
-    """Return (members, bounds) without documents that have no label in their first S tokens.
-
-    whole: also leave out documents longer than S, where a cut might go through an image.
-    """
-    ends, lengths = documents.ends, documents.lengths
-    usable = np.flatnonzero((lengths > 1) & ((lengths <= length) | (not whole)))
-    if documents.trained is not None:
-        trained = documents.trained
-        first = np.concatenate([[0], ends[:-1]])
-        usable = np.asarray(
-            [d for d in usable if trained[first[d] + 1 : min(ends[d], first[d] + length)].any()],
-            np.int64,
-        )
-    if packed:
-        return pack(np.minimum(lengths[usable], length), usable, length)
-    return usable, np.arange(len(usable) + 1, dtype=np.int64)
 
 
 def pack(lengths: Indices, documents: Indices, sequence_length: int) -> tuple[Indices, Indices]:

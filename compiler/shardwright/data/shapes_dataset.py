@@ -66,7 +66,13 @@ def draw_shapes(folder: Path, count: int = COUNT, seed: int = SEED) -> Path:
             shape = SHAPES[number % len(SHAPES)]
             name = f"pictures/{number:05d}-{shape}.png"
             draw(shape, generator).save(partial / name)
-            lines.append(json.dumps(_conversation(name, shape)))
+            question = [{"type": "image", "image": name}, {"type": "text", "text": QUESTION}]
+            answer = [{"type": "text", "text": shape}]
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            lines.append(json.dumps({"messages": messages}))
         (partial / written.name).write_text("\n".join(lines) + "\n", encoding="utf-8")
         partial.chmod(0o755)
         os.rename(partial, folder)
@@ -76,17 +82,6 @@ def draw_shapes(folder: Path, count: int = COUNT, seed: int = SEED) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return written
-
-
-def _conversation(picture: str, shape: str) -> dict[str, object]:
-    question = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
-    answer = [{"type": "text", "text": shape}]
-    return {
-        "messages": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-    }
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import lzma
-import re
 import sys
 import time
 import zlib
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, cast
 from tqdm import tqdm
 
 from shardwright.data.chat_format import drop_nulls
+from shardwright.data.tokenizers import without_surrogates
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.utils.json_values import JsonObject, JsonValue
 
@@ -67,8 +67,26 @@ class SourceFile:
             raise _unreadable(name, error) from None
         self.compressed = head.startswith((_GZIP, _BZIP2, _XZ, _ZSTD))
         try:
-            self._file = _decompressed(name, self._raw, head) if self.compressed else self._raw
-            self._check_format()
+            self._file = self._raw
+            if self.compressed:
+                stream: Any
+                if head.startswith(_GZIP):
+                    stream = gzip.GzipFile(fileobj=self._raw)
+                elif head.startswith(_BZIP2):
+                    stream = bz2.BZ2File(self._raw)
+                elif head.startswith(_XZ):
+                    stream = lzma.LZMAFile(self._raw)  # noqa: SIM115
+                else:
+                    stream = _ZstdFrames(name, self._raw)
+                self._file = io.BufferedReader(stream, 2**20)
+            head = self.peek(512)
+            for offset, mark, what, help_text in _OTHER_FORMATS:
+                if head[offset:].startswith(mark):
+                    within = ", compressed" if self.compressed else ""
+                    message = f"{self.name!r} is {what}{within}, not text or JSON Lines"
+                    raise refusal("SW6150", message, help_text)
+            if head.startswith(BOM):
+                self.read(len(BOM))
         except Refusal:
             self._raw.close()
             raise
@@ -94,17 +112,6 @@ class SourceFile:
         last, self._taken = self._taken, self._raw.tell()
         return self._taken - last
 
-    def _check_format(self) -> None:
-        head = self.peek(512)
-        for offset, mark, what, help_text in _OTHER_FORMATS:
-            if head[offset:].startswith(mark):
-                within = ", compressed" if self.compressed else ""
-                raise refusal(
-                    "SW6150", f"{self.name!r} is {what}{within}, not text or JSON Lines", help_text
-                )
-        if head.startswith(BOM):
-            self.read(len(BOM))
-
     def _guarded(self, read: Any, size: int) -> Any:
         try:
             return read(size)
@@ -127,8 +134,17 @@ class _ZstdFrames(io.RawIOBase):
     """Read concatenated frames; zstandard's own reader takes a truncated file for a complete
     one."""
 
-    def __init__(self, raw: BinaryIO, new_frame: Any) -> None:
-        self._raw, self._new_frame = raw, new_frame
+    def __init__(self, name: str, raw: BinaryIO) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise refusal(
+                "SW6118",
+                f"{name!r} is compressed with zstd, and the package zstandard is not installed",
+                "pip install zstandard (it is in 'shardwright[data]'), or unpack the file with "
+                "`zstd -d`.",
+            ) from None
+        self._raw, self._new_frame = raw, zstandard.ZstdDecompressor().decompressobj
         self._frame: Any = None
         self._left = self._made = b""
 
@@ -160,30 +176,6 @@ def _unreadable(name: str, error: OSError) -> Refusal:
         f"{name!r} cannot be read: {error.strerror}",
         "Make it readable, or correct data.path.",
     )
-
-
-def _decompressed(name: str, raw: BinaryIO, head: bytes) -> io.BufferedReader:
-    stream: Any
-    if head.startswith(_GZIP):
-        stream = gzip.GzipFile(fileobj=raw)
-    elif head.startswith(_BZIP2):
-        stream = bz2.BZ2File(raw)
-    elif head.startswith(_XZ):
-        stream = lzma.LZMAFile(raw)  # noqa: SIM115
-    else:
-        try:
-            import zstandard
-        except ImportError:
-            raise refusal(
-                "SW6118",
-                f"{name!r} is compressed with zstd, and the package zstandard is not installed",
-                (
-                    "pip install zstandard (it is in 'shardwright[data]'), or unpack the file with "
-                    "`zstd -d`."
-                ),
-            ) from None
-        stream = _ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj)
-    return io.BufferedReader(stream, 2**20)
 
 
 # Progress of long reading: a bar on a terminal, plain lines in a log.
@@ -340,74 +332,59 @@ LONGEST_LINE_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
 """Size of the pieces of a text file, cut after a line end."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
 Record = tuple[JsonObject, str, int]
 """(record, where it is, bytes of the source that it took)"""
 
 
 def text_chunks(name: str) -> Iterator[tuple[str, int]]:
     """Yield (text, bytes of the file) of a UTF-8 file, in order. Raises SW6107."""
-    offset, rest = 0, b""
+    decode, rest, read = codecs.getincrementaldecoder("utf-8")().decode, "", 0
     with SourceFile(name) as file:
-        while chunk := file.read(PIECE_BYTES):
-            data = rest + chunk
-            cut = data.rfind(b"\n") + 1
-            if not cut:  # no line end
-                cut = _before_last_character(data)
-            yield _decode(data[:cut], name, offset), file.bytes_consumed()
-            offset, rest = offset + cut, data[cut:]
-        if rest:
-            yield _decode(rest, name, offset), file.bytes_consumed()
+        while True:
+            chunk = file.read(PIECE_BYTES)
+            read += len(chunk)
+            try:
+                text = rest + decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(name, error, read - len(error.object)) from None
+            cut = text.rfind("\n") + 1 if chunk else 0
+            piece, rest = text[: cut or len(text)], text[cut or len(text) :]
+            if piece:
+                yield piece, file.bytes_consumed()
+            if not chunk:
+                return
 
 
-def _before_last_character(data: bytes) -> int:
-    """Return where the last character starts if it may continue after `data`, else the end."""
-    cut = len(data)
-    while cut and len(data) - cut < 3 and data[cut - 1] & 0xC0 == 0x80:
-        cut -= 1
-    cut -= bool(cut and data[cut - 1] >= 0xC0)
-    return cut or len(data)
+def _not_utf8(where: str, error: UnicodeDecodeError, offset: int) -> Refusal:
+    """Build SW6107.
 
-
-def _decode(data: bytes, name: str, offset: int, where: str = "") -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise refusal(
-            "SW6107",
-            (
-                f"{name}{where}: byte 0x{data[error.start]:02x} at offset {offset + error.start} "
-                "is not UTF-8 text"
-            ),
-            "Convert the file (iconv -f LATIN1 -t UTF-8), or leave it out of data.path.",
-        ) from None
+    offset: place in the file where the bytes begin that could not be decoded.
+    """
+    return refusal(
+        "SW6107",
+        f"{where}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
+        "UTF-8 text",
+        "Convert the file (iconv -f LATIN1 -t UTF-8), or leave it out of data.path.",
+    )
 
 
 def records(name: str, report: RecordCounts) -> Iterator[Record]:
     """Yield the records of a parquet file, JSON Lines, or one JSON array, whatever its name. Raises
     Refusal."""
-    return _parquet(name, None, report) if _is_parquet(name) else json_records(name, report)
-
-
-def _is_parquet(name: str) -> bool:
     try:
         with open(name, "rb") as file:
-            return name.endswith(".parquet") or file.read(4) == b"PAR1"
+            is_parquet = name.endswith(".parquet") or file.read(4) == b"PAR1"
     except OSError:
-        return False  # opening it reports the error
+        is_parquet = False  # opening it reports the error
+    return _parquet(name, None, report) if is_parquet else json_records(name, report)
 
 
 def json_records(name: str, report: RecordCounts) -> Iterator[Record]:
     """Yield one JSON object a line (empty lines skipped), or the objects of an array. Raises SW6107
     to SW6109."""
     with SourceFile(name) as file:
-        values = (
-            _array(name, file)
-            if file.peek(512).lstrip()[:1] == b"["
-            else _lines(name, file, report)
-        )
-        for value, where, size in values:
+        is_array = file.peek(512).lstrip()[:1] == b"["
+        for value, where, size in _array(name, file) if is_array else _lines(name, file):
             if report.is_full:
                 return
             report.records += 1
@@ -423,14 +400,12 @@ def json_records(name: str, report: RecordCounts) -> Iterator[Record]:
                     )
                 )
                 continue
-            cleaned = _without_surrogates(value)
-            report.replaced += cleaned is not value
+            cleaned = _clean(value)
+            report.replaced += cleaned != value
             yield cast(JsonObject, cleaned), where, size
 
 
-def _lines(
-    name: str, file: SourceFile, report: RecordCounts
-) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
+def _lines(name: str, file: SourceFile) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
     """Yield the value of each line, or a Refusal for an unreadable line."""
     offset = number = 0
     while line := file.readline(LONGEST_LINE_BYTES + 1):
@@ -441,21 +416,16 @@ def _lines(
         offset += len(line)
         if not line.strip():
             continue
+        value: JsonValue | Refusal
         try:
-            text = _decode(line, name, offset - len(line), f":{number}").lstrip(
-                "\ufeff"
-            )  # concatenated files
-            yield json.loads(text), where, file.bytes_consumed()
-        except Refusal as problem:
-            yield problem, where, file.bytes_consumed()
+            text = line.decode("utf-8").lstrip("\ufeff")  # concatenated files
+            value = json.loads(text)
+        except UnicodeDecodeError as error:
+            value = _not_utf8(where, error, offset - len(line))
         except (ValueError, RecursionError) as error:
-            yield (
-                _invalid_json(
-                    f"{where}: this line", error, f", column {getattr(error, 'colno', 0)}"
-                ),
-                where,
-                file.bytes_consumed(),
-            )
+            place = f", column {getattr(error, 'colno', 0)}"
+            value = _invalid_json(f"{where}: this line", error, place)
+        yield value, where, file.bytes_consumed()
 
 
 def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
@@ -470,18 +440,11 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
         nonlocal text, at, read, ended
         chunk = file.read(size)
         ended = not chunk
+        read += len(chunk)
         try:
             text, at = text[at:] + decode(chunk, final=ended), 0
         except UnicodeDecodeError as error:
-            raise refusal(
-                "SW6107",
-                (
-                    f"{name}: byte 0x{error.object[error.start]:02x} after offset {read} is not "
-                    "UTF-8 text"
-                ),
-                "Convert the file (iconv -f LATIN1 -t UTF-8), or leave it out of data.path.",
-            ) from None
-        read += len(chunk)
+            raise _not_utf8(name, error, read - len(error.object)) from None
 
     def next_character() -> str:
         """Return the next character that is not white space, without consuming it; "" at the end of
@@ -561,22 +524,13 @@ def _too_long(where: str, what: str) -> Refusal:
     )
 
 
-def _without_surrogates(value: Any) -> Any:
-    """Replace each unpaired surrogate by U+FFFD; return `value` itself where there is none."""
+def _clean(value: Any) -> Any:
+    """Replace each unpaired surrogate of a JSON value by U+FFFD."""
     if isinstance(value, str):
-        return (
-            value
-            if value.isascii() or not _SURROGATE.search(value)
-            else _SURROGATE.sub("\ufffd", value)
-        )
+        return without_surrogates(value)
     if isinstance(value, dict):
-        pairs = [(_without_surrogates(k), _without_surrogates(v)) for k, v in value.items()]
-        same = all(k is a and v is b for (k, v), (a, b) in zip(pairs, value.items(), strict=True))
-        return value if same else dict(pairs)
-    if isinstance(value, list):
-        items = [_without_surrogates(item) for item in value]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    return value
+        return {_clean(key): _clean(inner) for key, inner in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list) else value
 
 
 def _parquet(name: str, column: str | None, report: RecordCounts) -> Iterator[Record]:
@@ -636,9 +590,16 @@ def record_text(record: JsonObject, where: str, key: str) -> str:
     value = record[key]
     if isinstance(value, str):
         return value
+    kinds: dict[type, str] = {
+        type(None): "null",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        dict: "an object",
+    }
     raise refusal(
         "SW6110",
-        f"{where}: {key!r} holds {_kind_of(value)}, not text",
+        f"{where}: {key!r} holds {kinds.get(type(value), 'a list')}, not text",
         "Correct the record, or set data.field to the key of the text. `skip_damaged: 0.01` "
         "leaves out up to that share of the records, and `prepare` counts them.",
     )
@@ -656,14 +617,3 @@ def missing_field(where: str, key: str, record: object, option: str = "field") -
         f"Set data.{option} to the key of the {'text' if option == 'field' else 'messages'}; "
         f"the record has {names or 'no keys'}.",
     )
-
-
-def _kind_of(value: object) -> str:
-    kinds = {
-        type(None): "null",
-        int: "a number",
-        float: "a number",
-        bool: "true or false",
-        dict: "an object",
-    }
-    return kinds.get(type(value), "a list")

@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardwright.data import conversations
 from shardwright.data.chat_format import _Turns
-from shardwright.data.chat_template import _answer
+from shardwright.data.chat_template import answer_request
 from shardwright.data.source_files import RecordCounts, records
 from shardwright.data.tokenizers import TransformersTokenizer
 from shardwright.diagnostics import Refusal
@@ -305,7 +305,7 @@ def test_one_rendering_with_all_stand_ins_says_what_one_each_does(
             "special": special,
         }
         count = 0
-        return _answer(counted, json.dumps({**request, "turns": True}).encode()), count
+        return answer_request(counted, json.dumps({**request, "turns": True}).encode()), count
 
     def counted(**options: Any) -> Any:
         nonlocal count

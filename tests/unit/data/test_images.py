@@ -260,7 +260,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
     document."""
     from transformers import AutoConfig
 
-    from shardwright.data.conversations import ImageConversationReader
+    from shardwright.data.conversations import ConversationReader
     from shardwright.data.image_inputs import ImageProcessor
     from shardwright.data.indexed_dataset import DocumentWriter, open_documents
     from shardwright.data.source_files import ReadingProgress, RecordCounts
@@ -301,13 +301,12 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
             ImageProcessor(tmp_path / "tokenizer", part.images),
         )
         pictures = ImageWriter(at)
-        seen = ImageConversationReader(
+        seen = ConversationReader(
             part,
             TransformersTokenizer(tmp_path / "tokenizer"),
-            sight,
             writer,
-            pictures,
             RecordCounts(share=skip),
+            (sight, pictures),
         )
         for _ in seen.read((str(source),), ReadingProgress("reading", 1)):
             pass
