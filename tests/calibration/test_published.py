@@ -12,7 +12,7 @@ from shardwright.cost.cost_constants import Constants, constant_entries, default
 from shardwright.utils.numeric_difference import max_series_diff
 from tools.fit_cost import score
 from tools.fit_cost.bench_cost import off, scored
-from tools.fit_cost.least_squares_fit import fit, priors
+from tools.fit_cost.least_squares_fit import fit, priors, step_seconds
 from tools.fit_cost.published_runs import (
     ENGINE_ROWS,
     HARDWARE,
@@ -118,6 +118,14 @@ def test_memory_that_a_source_tells_in_gib_is_compared_in_gigabytes() -> None:
         assert in_gigabytes(row)["measured"]["peak_mem_GB"] * 1e9 == pytest.approx(held * 2**30)
     (other,) = [row for row in score.rows(ROWS) if row["id"] == "titan-8b-8-eager-bf16"]
     assert in_gigabytes(other) is other, "the collector has converted it"
+
+
+def test_the_fit_prices_experts_as_the_estimate_does() -> None:
+    """With the hooks of transformers 4, which decide how the layout is resolved, too."""
+    rows = [row for row in score.rows(ENGINE_ROWS) if row["family"] == "mixtral-moe"]
+    case, c = case_of(rows[0]), default_constants()
+    assert step_seconds(case, c) == pytest.approx(estimate(case, c).time.step_seconds)
+    assert case.constants(c).hook_seconds > c.hook_seconds
 
 
 def test_nanotron_tells_what_its_first_rank_allocated() -> None:

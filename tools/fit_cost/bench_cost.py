@@ -23,7 +23,7 @@ from shardwright.cost.peak_memory import framework_bytes
 from shardwright.cost.prediction_errors import error_benchmark, generation_of, regimes
 from shardwright.engines.engine_table import engine_title
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.search.layout_resolution import resolve_layout, with_stages_assigned
+from shardwright.search.layout_resolution import with_stages_assigned
 from tools.fit_cost import score, score_engines
 from tools.fit_cost.least_squares_fit import LinearizedFit, as_megatron_run
 from tools.fit_cost.published_runs import (
@@ -36,6 +36,7 @@ from tools.fit_cost.published_runs import (
     is_engine_row,
     load_cases,
     load_engine_cases,
+    resolved_layout,
 )
 from tools.prove.proof_ledger import stamp
 
@@ -336,8 +337,7 @@ def band(runs: list[tuple[Case, float]]) -> dict[str, Any]:
 
 def _names(case: Case) -> tuple[str, ...]:
     """Of the regimes that the case belongs to."""
-    layout, _ = resolve_layout(case.problem, case.strategy)
-    return tuple(dict.fromkeys(regimes(layout)))
+    return tuple(dict.fromkeys(regimes(resolved_layout(case))))
 
 
 def half_width(errors: list[float]) -> float:

@@ -18,7 +18,7 @@ from shardwright.cost.cost_constants import Constants, constant_entries
 from shardwright.cost.priced_layout import build_priced_layout, with_boundaries
 from shardwright.cost.step_time import estimate_time
 from shardwright.layout.layout import Layout
-from shardwright.search.layout_resolution import resolve_layout, with_stages_assigned
+from shardwright.search.layout_resolution import with_stages_assigned
 from tools.fit_cost import score, score_engines
 from tools.fit_cost.published_runs import (
     Case,
@@ -27,6 +27,7 @@ from tools.fit_cost.published_runs import (
     is_engine_row,
     is_megatron,
     live_bytes,
+    resolved_layout,
 )
 
 # A published figure scatters this much between runs (its logarithm); larger errors count less and
@@ -132,7 +133,7 @@ def step_seconds(case: Case, c: Constants) -> float:
 def _placed(case: Case) -> tuple[Layout, tuple[int, ...]]:
     key = case.row["id"]
     if key not in _PLACED:
-        layout, _ = resolve_layout(case.problem, case.strategy)
+        layout = resolved_layout(case)
         _PLACED[key] = layout.strategy, layout.boundaries
     return _PLACED[key]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.cost.cost_constants import Constants
+from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.peak_memory import RankMemoryModel, framework_bytes
 from shardwright.cost.prediction_errors import error_json_fields
 from shardwright.cost.priced_layout import PricedLayout
@@ -23,7 +23,7 @@ from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_resolution import estimate_checked_layout
+from shardwright.search.layout_resolution import estimate_checked_layout, resolve_layout
 from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.utils.memoize import memoize
 from tools.fit_cost import score, score_engines
@@ -155,6 +155,11 @@ def case_of(row: Row) -> Case:
 
 def estimate(case: Case, constants: Constants) -> Estimate:
     return estimate_checked_layout(case.problem, case.strategy, (), case.constants(constants))
+
+
+def resolved_layout(case: Case) -> PricedLayout:
+    """Return the layout as the package's constants resolve it."""
+    return resolve_layout(case.problem, case.strategy, case.constants(default_constants()))[0]
 
 
 def as_scored(found: Estimate) -> dict[str, Any]:
