@@ -70,27 +70,31 @@ class EngineTraits:
 class Engine:
     """Hold one row of the engine table.
 
-    runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they
-    import it. lowering: the module that the compile calls (Lowering), by its path. program: the
-    command that the launch scripts start the ranks with. reads_hosts: it takes the hosts' names
-    from a
-        hostfile.
-    packages: those that it runs on -> the versions that are tested. extra: the optional one that
-    installs them, where pip install shardwright alone does not. artifacts: what it writes at the
-    top of the compiled folder; a folder ends with a slash. inputs: those files that a
-        run reads as data.
-    precisions: those that it trains in. optimizers: those that it runs -> its own names for them.
-    rules: code -> what it does not run. lifts: codes of rules about modules of this project that it
-    does without. recipe_errors: what it does not take of the recipe's `extra`. axes: keys of
-    a layout, beyond those of every engine, that it has. compiles_layers: whether it runs
-    `model.kernels: compile`. transformer_engine: whether its ranks take layers of Transformer
-    Engine in a layout; None where it has none. tasks: those that it
-    trains models for. types: those of models that it
-    has modules of its own for; None where Hugging Face's own run. islands: whether it trains
-    islands. measures_noise_scale: whether it has the gradient noise scale. pads_vocabulary: to a
-    multiple of the tensor ranks; the last ones have fewer tokens. automatic: `target: auto` may
-    take it. lacks: what it does not train of a model, as far as its graph says; "" where
-        it may train it.
+    runtime: path of the module that the ranks call (trainer_protocol.EngineRuntime); only ranks
+        import it
+    lowering: path of the module that the compile calls (Lowering)
+    program: the command with which the launch scripts start the ranks
+    reads_hosts: the engine takes the hosts' names from a hostfile
+    packages: required package -> tested versions
+    extra: the optional dependency group that installs them, where `pip install shardwright` does
+        not
+    artifacts: what the engine writes at the top of the compiled folder; a folder ends with a slash
+    inputs: those artifacts that a run reads as data
+    precisions: those that the engine trains in
+    optimizers: those that the engine runs -> the engine's own names for them
+    tasks: those that the engine trains models for
+    rules: code -> a layout that the engine does not run
+    waived_rules: codes of rules about modules of this project that the engine does without
+    recipe_errors: checks the recipe's keys that no axis and no row above covers
+    axes: keys of a layout, beyond those of every engine, that the engine has
+    compiles_layers: the engine runs `model.kernels: compile`
+    transformer_engine: decides whether ranks use layers of Transformer Engine; None without them
+    types: model types that the engine has modules of its own for; None where Hugging Face's run
+    islands: the engine trains DiLoCo islands
+    measures_noise_scale: the engine measures the gradient noise scale
+    pads_vocabulary: to a multiple of the tensor ranks; the last ranks have fewer tokens
+    automatic: `target: auto` may choose the engine
+    unsupported_reason: returns what of a model the engine does not train; "" where nothing is known
     """
 
     name: str

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
 DEFAULT_TARGET = DEEPSPEED.name
 AUTO_TARGET = "auto"
-"""Chooses the engine whose best plan is faster."""
+"""Selects the engine whose best plan is faster."""
 
 
 def engine_of(plan: Plan) -> Engine:
@@ -107,6 +107,7 @@ def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
 
 
 def lowering_of(target: str) -> Lowering:
+    """Import the module that writes the engine's files."""
     return cast(Lowering, import_module(ENGINES[target].lowering))
 
 

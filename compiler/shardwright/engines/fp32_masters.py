@@ -34,7 +34,7 @@ def fill_fp32_masters(fragments: Iterable[OwnedShard], shards: ShardReader) -> N
             or not shards.loses_bits(f.name, f.live.dtype)
         ):
             continue
-        if f.name != name:  # an engine may hold a parameter in several shards
+        if f.name != name:  # an engine may hold several shards of a parameter
             name, shard = f.name, shards.read(f.name).reshape(-1)
         stored = shard.narrow(0, f.start, master.numel())
         pieces = list(zip(master.split(CHUNK_ELEMENTS), stored.split(CHUNK_ELEMENTS), strict=True))

@@ -121,8 +121,10 @@ class NoiseScaleTrainer(Trainer, Protocol):
     """Train with an engine that measures the gradient noise scale."""
 
     def counted(self) -> Iterator[nn.Parameter]:
-        """Those parameters of this rank that are trained and count here: of a data rank's ranks
-        together, each number of the model once."""
+        """Yield the trained parameters that this rank counts.
+
+        Over a data rank's ranks together, each element of the model is counted once.
+        """
         ...
 
 
@@ -149,4 +151,5 @@ class EngineRuntime(Protocol):
 
 
 def engine_runtime(plan: Plan) -> EngineRuntime:
+    """Import the module that the plan's engine runs on its ranks."""
     return cast(EngineRuntime, import_module(engine_of(plan).runtime))

@@ -1,1 +1,1 @@
-"""A run on its ranks: the loop, the session under it, and what it records."""
+"""Train a compiled folder on its ranks: the loop, the session under it, and its records."""

@@ -1,9 +1,8 @@
-"""TensorBoard and Weights & Biases: rank 0's metrics as curves. No torch at module level: `run`
-checks first.
+"""Log rank 0's metrics to TensorBoard and Weights & Biases.
 
-A run has one id for all its attempts (run/tracking.json); steps behind a checkpoint that is resumed
-from are taken back where the library can (TensorBoard's purge_step), and written over where it
-cannot. What a tracker raises never ends a training run.
+No torch at module level: `run` checks the packages first. A run has one id for all its attempts
+(run/tracking.json). Steps behind a resumed checkpoint are removed where the library can
+(TensorBoard's purge_step) and overwritten elsewhere. An exception in a tracker never ends training.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import WandbSection
 
 Tracker = Callable[[int, Mapping[str, float]], None]
-"""Takes a step's number and its values by name."""
+"""Logs a step's values by name."""
 
 
 def missing_trackers(plan: Plan) -> tuple[Diagnostic, ...]:
-    """SW6501 for each package that the plan's tracking needs and this environment lacks."""
+    """Return SW6501 for each package that the plan's tracking needs and this environment lacks."""
     tracking = plan.tracking
     wanted = {
         "tensorboard": tracking is not None and tracking.tensorboard,
         "wandb": tracking is not None and tracking.wandb is not None,
     }
-    help = "pip install 'shardwright[tracking]', or take it out of the recipe and compile again."
+    help = "pip install 'shardwright[tracking]', or remove it from the recipe and compile again."
     return tuple(
         found(
             "SW6501",
@@ -47,7 +46,7 @@ def missing_trackers(plan: Plan) -> tuple[Diagnostic, ...]:
 
 
 class ExperimentTrackers:
-    """Every tracker of the plan; none where it asks for none."""
+    """Log to every tracker of the plan; to none where the plan has none."""
 
     def __init__(self, plan: Plan, folder: Path, resumed_step: int) -> None:
         self._trackers: dict[str, Tracker] = {}
@@ -75,14 +74,16 @@ class ExperimentTrackers:
 
     @contextmanager
     def _disabled_on_error(self, name: str) -> Iterator[None]:
-        """Where it raises."""
+        """Turn a tracker off where it raises."""
         try:
             yield
         except Exception as error:
             self._trackers.pop(name, None)
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             print(
-                f"warning: {name} stops here, the run goes on: {what}", file=sys.stderr, flush=True
+                f"warning: {name} is turned off, the run continues: {what}",
+                file=sys.stderr,
+                flush=True,
             )
 
     def _tensorboard(self, folder: Path, resumed_step: int) -> Tracker:
@@ -124,7 +125,7 @@ class ExperimentTrackers:
 
 
 def _run_id(folder: Path, *, fresh: bool) -> str:
-    """The same over all attempts that go on with the training; a new one where it starts again."""
+    """Return the run's id over all attempts; a new one where training starts from scratch."""
     path = folder / "run" / "tracking.json"
     known = read_json(path).get("run_id")
     if known and not fresh:

@@ -1,7 +1,6 @@
-"""Whether the world is the plan's, and the compiled folder the one that was compiled; and the same
-on every host, and the data too.
+"""Check that the world is the plan's, and that folder and data are the same on every host.
 
-No torch at module level: `run` looks at this host's folder in the user's shell; the ranks compare
+No torch at module level: `run` checks this host's folder in the user's shell; the ranks compare
 their hosts'.
 """
 
@@ -22,45 +21,45 @@ from shardwright.plan.plan import Plan
 
 ABSENT = "absent"
 Digests = Mapping[str, str]
-"""File of the folder, or data.path -> sha256 (hex), or ABSENT."""
+"""Maps a file of the folder, or data.path, to its sha256 (hex), or ABSENT."""
 
 
 def check_world(plan: Plan) -> None:
-    """Raises Refusal where the world is not the plan's."""
+    """Raise Refusal, SW6003, where the launcher started another number of ranks than planned."""
     world = int(os.environ["WORLD_SIZE"])
     if world != plan.strategy.world_size:
         raise refusal(
             "SW6003",
             f"the launcher started {world} ranks, the plan is for {plan.strategy.world_size} "
             f"({plan.nodes} x {plan.gpus_per_node})",
-            "Give the hosts that the plan was made for, or compile for the cluster at hand.",
+            "Start it on the hosts that the plan was made for, or compile for this cluster.",
         )
 
 
 def check_folder_digests(plan: Plan, folder: Path) -> None:
-    """Raises Refusal where a file that a run reads as data is not what compile wrote; scripts may
-    be edited."""
+    """Raise Refusal, SW6010, where a file that a run reads as data was edited since the compile.
+
+    Scripts may be edited.
+    """
     if changed := _edited_files(plan, {name: _digest(folder / name) for name in plan.digests}):
         raise Refusal(*changed)
 
 
 def check_same_files_on_hosts(plan: Plan, folder: Path) -> None:
-    """On every rank, once the groups are open. Raises the same Refusal on all of them: hosts whose
-    plan or whose other files differ would train different models together, or files are not what
-    compile wrote."""
+    """Raise the same Refusal on all ranks where hosts have different files or edited ones.
+    Collective."""
     names = (PLAN_FILE, *plan.digests)
     gathered = _gather(lambda: {name: _digest(folder / name) for name in names})
     if (
         diagnostic := host_difference(
-            gathered, "Every host reads its own copy of the folder: copy it there anew."
+            gathered, "Every host reads its own copy of the folder: copy it there again."
         )
     ) or (diagnostic := next(iter(_edited_files(plan, gathered[0][1])), None)):
         raise Refusal(diagnostic)
 
 
 def check_same_data_on_hosts(plan: Plan, folder: Path) -> Digests:
-    """As check_same_files_on_hosts, once the data is prepared on every host. Returns the digests of
-    all of it."""
+    """Return the digests of the prepared data; raise Refusal where hosts differ. Collective."""
     gathered = _gather(lambda: data_fingerprints(plan, folder))
     help_text = (
         "Bring the same data to every host, or `shardwright prepare` on one and copy its "
@@ -72,8 +71,11 @@ def check_same_data_on_hosts(plan: Plan, folder: Path) -> Digests:
 
 
 def host_difference(gathered: Sequence[tuple[str, Digests]], help_text: str) -> Diagnostic | None:
-    """gathered: (host, what it has), rank 0's host first. What most hosts have is right; of two
-    halves rank 0's."""
+    """Return SW6011 where hosts have different files.
+
+    gathered: (host, its digests), rank 0's host first. The majority's file is right; on a tie, the
+    first host's.
+    """
     differing_files: dict[str, list[str]] = {}
     agreeing = dict.fromkeys(host for host, _ in gathered)
     for name in dict.fromkeys(name for _, digests in gathered for name in digests):
@@ -88,12 +90,12 @@ def host_difference(gathered: Sequence[tuple[str, Digests]], help_text: str) -> 
     if not differing_files:
         return None
     told = "; ".join(
-        f"host {host} has another {', '.join(names)}"
+        f"host {host} has a different {', '.join(names)}"
         for host, names in list(differing_files.items())[:8]
     )
     more = f" (and {len(differing_files) - 8} more hosts)" if len(differing_files) > 8 else ""
     than = next(iter(agreeing), "the others")
-    message = f"{told}{more} than {than}: they would train something else together"
+    message = f"{told}{more} than {than}: the ranks would train different models or data"
     help = f"{help_text} `shardwright doctor` compares the folders. No step was trained."
     return found("SW6011", None, message, help)
 
@@ -104,9 +106,8 @@ def _edited_files(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:
         Diagnostic(
             code="SW6010",
             message=f"{name} {missing if found[name] == ABSENT else edited}",
-            help=f"{_edit_advice(plan, name)}, and compile again: only then do the plan and "
-            "its predictions know "
-            "of it. (Compiling the same recipe again brings the file back.)",
+            help=f"{_edit_advice(plan, name)}, and compile again, so that the plan and its "
+            "predictions include the change. (Compiling the same recipe again restores the file.)",
         )
         for name, digest in plan.digests.items()
         if found.get(name, ABSENT) != digest

@@ -1,9 +1,8 @@
-"""Norms of single micro-batches' gradients, in some of the steps: what the noise scale is worked
-out from.
+"""Measure gradient norms of single micro-batches in some steps, for the gradient noise scale.
 
-A hook on each parameter sees a micro-batch's gradient before the engine adds it to the others,
-under ZeRO 0 to 3 and in a pipeline alike, reads its norm and hands it on as it is. What it returns
-is nothing, so that the optimizer's path is the same bit for bit; other steps have no hook.
+A hook on each parameter reads the norm of a micro-batch's gradient before the engine accumulates
+it, under ZeRO 0 to 3 and in a pipeline. It returns nothing, so the optimizer's input stays the same
+bit for bit; other steps have no hook.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ from shardwright.utils.json_values import JsonObject
 def build_noise_scale_meter(
     plan: Plan, rank: int, trainer: Trainer, measured: list[tuple[int, StepNoise]]
 ) -> NoiseScaleMeter | None:
-    """None where the recipe asks for none. measured: the steps of earlier attempts, on rank 0."""
+    """Build the meter; None where the recipe asks for none.
+
+    measured: the steps of earlier attempts, on rank 0
+    """
     section = None if plan.tracking is None else plan.tracking.noise_scale
     return (
         None
@@ -42,14 +44,14 @@ def build_noise_scale_meter(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScaleMeasurement:
-    """Of one step, what it was worked out from, and what it comes to with those before."""
+    """Hold one step's sums, its noise, and the noise scale of recent steps."""
 
     sums: GradientNormSums
     noise: StepNoise
     scale: NoiseScale
 
     def line(self) -> JsonObject:
-        """What run/metrics.jsonl has of it."""
+        """Return the record of run/metrics.jsonl."""
         noise, scale = self.noise, self.scale
         own = {"gradient_square": noise.square, "row_variance": noise.variance, "rows": noise.rows}
         return {
@@ -62,7 +64,7 @@ class NoiseScaleMeasurement:
 
 
 class NoiseScaleMeter:
-    """Of one rank. Every rank makes the same calls."""
+    """Measure on one rank; every rank makes the same calls."""
 
     def __init__(
         self,
@@ -87,8 +89,11 @@ class NoiseScaleMeter:
     def measure(
         self, step: int, train: Callable[[], StepResult], micro_batches: Sequence[MicroBatch]
     ) -> tuple[StepResult, NoiseScaleMeasurement | None]:
-        """A collective call. train: makes the step with these micro-batches. None where
-        `estimate_step_noise` gives none."""
+        """Train a step and measure its noise; None where estimate_step_noise returns none.
+        Collective.
+
+        train: makes the step with these micro-batches
+        """
         by_parameter = [_GradientNormHook(self._taken) for _ in self._parameters]
         hooks = [
             p.register_hook(take) for p, take in zip(self._parameters, by_parameter, strict=True)
@@ -114,8 +119,7 @@ class NoiseScaleMeter:
     def _sums(
         self, by_parameter: Sequence[_GradientNormHook], predicted: list[int]
     ) -> GradientNormSums | None:
-        """Collective: over all ranks. None where a parameter took another number of gradients than
-        micro-batches, so that it is not known whose they are."""
+        """Sum over all ranks; None where gradients do not match the micro-batches. Collective."""
         norms = [norm for each in by_parameter for norm in each.norms]
         # The engine averages over data ranks what the loss was scaled up by; a hook sees a gradient
         # before.
@@ -136,8 +140,12 @@ class NoiseScaleMeter:
 
 
 class GradientNormSums(NamedTuple):
-    """Over some micro-batches of a step, n labels in each: of |h|^2 / N^2, of n and of n^2. h: the
-    gradient of the sum of their losses. all_labels: N, those of the step."""
+    """Hold sums over some micro-batches of a step, with n labels each.
+
+    squares: of |h|^2 / N^2, where h is the gradient of the sum of a micro-batch's losses
+    labels, labels_squared: of n and n^2
+    all_labels: N, the step's number of labels
+    """
 
     squares: float
     labels: float
@@ -148,12 +156,14 @@ class GradientNormSums(NamedTuple):
 def estimate_step_noise(
     grad_norm: float, sums: GradientNormSums, batch: int, rows: int
 ) -> StepNoise | None:
-    """grad_norm: |H| / N, H the sum of the step's h.
+    """Estimate a step's squared gradient and the variance of a sequence's gradient.
+
+    grad_norm: |H| / N, where H is the sum of the step's h
 
     With h = n G + e and E |e|^2 = n V, errors of micro-batches independent: E |h|^2 = n^2 |G|^2 + n
-    V, and E |H|^2 = N^2 |G|^2 + N V. That gives |G|^2, and V / (labels a row) is a row's variance;
-    with equal n it is the pair of estimators of arXiv 1812.06162, appendix A.1. None where a number
-    is not finite, or there is nothing to compare.
+    V, and E |H|^2 = N^2 |G|^2 + N V. That gives |G|^2, and V / (labels of a sequence) is a
+    sequence's variance. With equal n these are the estimators of arXiv 1812.06162, appendix A.1.
+    None where a number is not finite, or there is nothing to compare.
     """
     whole, n = grad_norm**2, sums.all_labels
     between = n * sums.labels - sums.labels_squared
@@ -164,23 +174,25 @@ def estimate_step_noise(
 
 
 def measured_micro_batches(plan: Plan, rows: int, data_rank: int) -> int:
-    """How many of a data rank's micro-batches, its first ones, hold the first `rows` rows of a
-    step. Micro-batch m of data rank d is the (m x data + d)-th of the step
-    (parallel/micro_batches.py)."""
+    """Return how many of a data rank's first micro-batches hold the first `rows` sequences of a
+    step.
+
+    Micro-batch m of data rank d is the (m x data + d)-th of the step (parallel/micro_batches.py).
+    """
     s = plan.strategy
     whole = math.ceil(rows / s.micro_batch_size)
     return min(s.gradient_accumulation_steps, max(0, math.ceil((whole - data_rank) / s.data)))
 
 
 def measured_sequences(plan: Plan, rows: int) -> int:
-    """Those that are measured: up to the end of a micro-batch."""
+    """Return the number of measured sequences: up to the end of a micro-batch."""
     s = plan.strategy
     return s.micro_batch_size * sum(measured_micro_batches(plan, rows, d) for d in range(s.data))
 
 
 class _GradientNormHook:
-    """Of one parameter, whose gradients come in the order of the micro-batches: the norms of the
-    first so many."""
+    """Record the norms of one parameter's first gradients, which come in the order of
+    micro-batches."""
 
     def __init__(self, most: int) -> None:
         self._most, self.seen = most, 0

@@ -1,6 +1,7 @@
-"""Each start of a run is an attempt with a number and a checkpoint to go on from. No torch at
-module level: `run` begins one in the user's shell; where each node starts its ranks by itself, rank
-0 does.
+"""Begin an attempt of a run: its number, the checkpoint that it resumes from, and the run's lease.
+
+No torch at module level: `run` begins an attempt in the user's shell. Where each node starts its
+ranks by itself, rank 0 does.
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ from shardwright.utils.run_lease import (
     lease_owner,
 )
 
-# A run's lease on its compiled folder and on where its checkpoints go: no second run, however it
-# is started and on whichever host, writes there. No torch here.
+# A run's lease on its compiled folder and its checkpoint folder: no second run, however it is
+# started and on whichever host, writes there.
 #
-# `run` takes it, rank 0 takes it over; where nobody called `run` (launch.sh by hand, a scheduler),
-# rank 0 takes it.
-
+# `run` takes the lease and rank 0 takes it over. Where nobody called `run` (launch.sh by hand, a
+# scheduler), rank 0 takes it.
 
 RUN, RANKS = "run", "ranks"
 HANDOVER_TIMEOUT_SECONDS = 10.0
-"""A shared file can reach another host late."""
+"""Bounds the wait for a shared file to reach another host."""
 
 
 def new_run_lease(plan: Plan, folder: Path, role: str) -> Lease:
-    """Not taken yet. `run` looks at the checkpoints' folder where it is there: it may be on the
-    ranks' hosts only."""
+    """Return a lease that is not taken yet.
+
+    `run` includes the checkpoint folder only where it exists: it may be on the ranks' hosts alone.
+    """
     root = checkpoint_root(plan, folder)
     beside = [root / ".lease"] if role == RANKS or root.is_dir() else []
     return Lease([folder / "run" / "lease", *beside], current_process_owner(role, folder))
@@ -61,7 +63,7 @@ def new_run_lease(plan: Plan, folder: Path, role: str) -> Lease:
 
 @contextlib.contextmanager
 def hold_run_lease(plan: Plan, folder: Path) -> Iterator[Lease]:
-    """Until rank 0 has taken it over. Raises Refusal."""
+    """Hold the lease until rank 0 has taken it over. Raises Refusal."""
     lease = new_run_lease(plan, folder, RUN)
     take(lease, folder)
     try:
@@ -71,7 +73,8 @@ def hold_run_lease(plan: Plan, folder: Path) -> Iterator[Lease]:
 
 
 def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
-    """Raises Refusal: SW6006 where another run is alive, SW6209 where nothing can be written."""
+    """Take the lease. Raises Refusal: SW6006 where another run is alive, SW6209 without write
+    access."""
     try:
         dead = lease.take(handed, say=lambda text: print(text, file=sys.stderr, flush=True))
     except LeaseHeldError as held:
@@ -84,21 +87,21 @@ def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
         ) from None
     for owner in dict.fromkeys(dead):
         print(
-            f"the run on {owner.place} ended without a word; what it held is taken over",
+            f"the run on {owner.place} died without cleaning up; its lock is taken over",
             file=sys.stderr,
             flush=True,
         )
 
 
 def acquire_lease_on_rank_0(lease: Lease, folder: Path) -> bool:
-    """Whether `run` has begun this attempt. Raises Refusal."""
+    """Take the lease; return whether `run` has begun this attempt. Raises Refusal."""
     handed = _run_token(folder)
     take(lease, folder, handed)
     return handed is not None
 
 
 def _run_token(folder: Path) -> str | None:
-    """The token of the `run` whose attempt this is."""
+    """Return the token of the `run` whose attempt this is; None where nobody called `run`."""
     end = time.monotonic() + HANDOVER_TIMEOUT_SECONDS
     while (owner := lease_owner(folder / "run" / "lease")) is not None and owner.role == RUN:
         if read_attempt_record(folder).lease == owner.token:
@@ -110,10 +113,11 @@ def _run_token(folder: Path) -> str | None:
 
 
 def check_no_other_run(plan: Plan, folder: Path, rank: int) -> None:
-    """On a neighbour of rank 0, before it looks for its own: where another launch of this folder
-    trains on this machine, what it finds is that one's. Ranks of other nodes have a launcher of
-    their own, which may run on the same machine (two nodes of Slurm can). Raises Refusal:
-    SW6006."""
+    """Raise Refusal, SW6006, where another launch of this folder trains on this machine.
+
+    Checked on ranks of rank 0's node, before they look for rank 0. Ranks of other nodes have a
+    launcher of their own, which may run on the same machine (two nodes of Slurm can).
+    """
     if plan.ranks[rank].node != plan.ranks[0].node:
         return
     path = folder / "run" / "lease"
@@ -141,16 +145,18 @@ def _other_run_refusal(folder: Path, held: LeaseHeldError) -> Refusal:
             f"a run of {owner.folder!r} ({owner.place}) writes its checkpoints to "
             f"{str(held.path.parent)!r}"
         )
-    help = (
-        "`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint."
-    )
+    help = "`shardwright status` shows it; `shardwright stop` ends it with a checkpoint."
     return refusal("SW6006", message, help)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """resume: the checkpoint that it goes on from, None at the start; step: what that closed. line:
-    which run it is."""
+    """Describe one attempt of a run.
+
+    resume: the checkpoint that it resumes from; None at the start
+    step: the checkpoint's step
+    line: the run's history
+    """
 
     number: int
     resume: str | None
@@ -167,10 +173,11 @@ def begin_attempt(
     keeps_rank_logs: bool = False,
     lease: str | None = None,
 ) -> Attempt:
-    """Clears what the last attempt left and writes run/attempt.json.
+    """Clear what the last attempt left and write run/attempt.json.
 
-    fresh: another run than the last one. keeps_rank_logs: this attempt's ranks write their logs
-    already. lease: the token that rank 0 takes over.
+    fresh: a different run than the last one
+    keeps_rank_logs: this attempt's ranks write their logs already
+    lease: the token that rank 0 takes over
     """
     run = folder / "run"
     line = (
@@ -202,7 +209,7 @@ def begin_attempt(
 
 
 def read_attempt(folder: Path) -> Attempt:
-    """What `run` has begun."""
+    """Return the attempt that `run` has begun."""
     begun = read_attempt_record(folder)
     return Attempt(
         number=begun.number or 1,
@@ -215,10 +222,13 @@ def read_attempt(folder: Path) -> Attempt:
 def begin_attempt_on_ranks(
     plan: Plan, folder: Path, rank: int, resume: str | None, lease: Lease | None
 ) -> Attempt:
-    """Decided by rank 0 and told to all: a shared file could reach some ranks late.
+    """Begin the attempt on rank 0 and broadcast it: a shared file could reach some ranks late.
+    Collective.
 
-    resume: as for `run`; None where `run` has begun the attempt. lease: rank 0's, taken here where
-    it is not yet. Process groups exist. Raises Refusal on every rank.
+    resume: as for `run`; None where `run` has begun the attempt
+    lease: rank 0's, taken here where it is not yet
+
+    Raises Refusal on every rank.
     """
     from torch import distributed as dist
 

@@ -1,6 +1,5 @@
-"""What the run takes beside what the plan predicted: a line now and then, and run/summary.json at
-the end.
-"""
+"""Compare the run with the plan's predictions, in the log and in run/summary.json; stop a diverged
+run."""
 
 from __future__ import annotations
 
@@ -20,16 +19,18 @@ from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import JsonValue
 from shardwright.utils.number_format import format_token_rate
 
-# A run whose loss is no finite number any more trains nothing: said at the first such loss, ended
-# after some in a row.
+# A run whose loss is not finite any more trains nothing: it is warned about at the first such loss,
+# and ended after some in a row.
 #
-# Every rank has the same losses (they are sums over all ranks), so that all come to the same end in
-# the same step. A step that fp16's loss scaler skips counts for nothing: its loss is a number, only
-# its scaled gradient overflowed.
+# Every rank has the same losses (they are sums over all ranks), so all end in the same step. A step
+# that fp16's loss scaler skips does not count: its loss is finite, its scaled gradient overflowed.
 
 
 class NonfiniteLossGuard:
-    """finite: whether the loss of the last step was."""
+    """Warn about non-finite losses and end the run after too many in a row.
+
+    finite: the last step's loss was finite
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._limit = plan.training.stop_after_nonfinite
@@ -39,16 +40,14 @@ class NonfiniteLossGuard:
         self.finite = True
 
     def step(self, step: int, loss: float, grad_norm: float) -> list[str]:
-        """Warnings, each once a run. Raises Refusal: SW6311."""
+        """Return warnings, each code once a run. Raises Refusal: SW6311."""
         self.finite = math.isfinite(loss)
         self._consecutive_nonfinite = 0 if self.finite else self._consecutive_nonfinite + 1
         if 0 < self._limit <= self._consecutive_nonfinite:
             raise self._nonfinite_refusal(step, loss)
         if not self.finite:
             after = (
-                f"the run ends after {self._limit} in a row"
-                if self._limit
-                else "the run goes on all the same"
+                f"the run ends after {self._limit} in a row" if self._limit else "the run continues"
             )
             return self._warn_once(
                 "SW6310",
@@ -81,15 +80,15 @@ class NonfiniteLossGuard:
 
 
 WARM_UP_STEPS = 3
-"""The first steps allocate, compile and connect; they are no measure of the others."""
+"""Counts the first steps, which allocate, compile and connect, and are not measured."""
 FIRST_REPORT_STEP, EVERY = 10, 100
 MEDIAN_WINDOW_STEPS = 1000
-"""Steps whose median is the measured one: the newest."""
+"""Counts the newest steps whose median is the measured step time."""
 GIB = 2**30
 
 
 class PerformanceSummary:
-    """Of one attempt. Every rank has one: peak memory is the fullest rank's."""
+    """Measure one attempt on every rank; peak memory is the peak-memory rank's."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan, self._device = plan, device
@@ -105,11 +104,11 @@ class PerformanceSummary:
 
     @property
     def is_due(self) -> bool:
-        """Whether the line is to be told now; the same on every rank."""
+        """Return whether the line is to be printed now; the same on every rank."""
         return self._steps_trained == FIRST_REPORT_STEP or self._steps_trained % EVERY == 0
 
     def line(self) -> str:
-        """A collective call."""
+        """Return the log line. Collective."""
         peak, seconds = self._peak_bytes(), self._median()
         predicted = self._plan.predicted
         memory = f"peak memory {peak / GIB:.2f} GiB (plan {predicted.memory.peak_bytes / GIB:.2f})"
@@ -124,8 +123,8 @@ class PerformanceSummary:
         )
 
     def write(self, folder: Path, status: str, step: int, attempt: int) -> None:
-        """run/summary.json, by rank 0. A collective call. Values of steps are null where too few
-        were trained."""
+        """Write run/summary.json on rank 0; values of steps are null where too few were trained.
+        Collective."""
         peak, seconds = self._peak_bytes(), self._median()
         predicted = self._plan.predicted
         if dist.get_rank() != 0:
@@ -176,8 +175,8 @@ class PerformanceSummary:
 
 
 def _peak_device_bytes(device: torch.device) -> int:
-    """Bytes: on a GPU what nvidia-smi shows of it now and the allocator's peak beyond what it holds
-    now; on a CPU the process's largest resident set."""
+    """Return bytes: on a GPU what nvidia-smi shows, at the allocator's peak; on a CPU the largest
+    RSS."""
     if device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     free, total = torch.cuda.mem_get_info(device)

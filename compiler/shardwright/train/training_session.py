@@ -1,7 +1,6 @@
-"""A compiled folder in training on this rank: the engine, the data, the schedule, the checkpoints,
-the records.
+"""Train a compiled folder on this rank: engine, data, schedule, checkpoints and records.
 
-`train.worker` is one loop over it; `open_session` gives it to loops of one's own
+training_worker.py is one loop over it; `open_session` gives it to users' own loops
 (docs/python-api.md).
 """
 
@@ -74,7 +73,10 @@ from shardwright.utils.run_lease import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedParameter:
-    """shape: of the rank's part, before ZeRO flattens it."""
+    """Describe a parameter that the plan puts on a rank.
+
+    shape: of the rank's part, before ZeRO flattens it
+    """
 
     shape: tuple[int, ...]
     is_trained: bool
@@ -83,10 +85,10 @@ class PlannedParameter:
 def planned_parameters(
     plan: Plan, rank: int, transposed: frozenset[str]
 ) -> dict[str, PlannedParameter]:
-    """Return what the plan puts on `rank`, by Hugging Face name, of tied parameters by the first
-    one.
+    """Return the parameters that the plan puts on `rank`, by Hugging Face name; tied ones by the
+    first.
 
-    transposed: weights that are held the other way round than Hugging Face has them, by name.
+    transposed: names of weights that are stored transposed to Hugging Face's
     """
     at = plan.ranks[rank]
     layers = {
@@ -115,7 +117,7 @@ def planned_parameters(
 def check_parameters(
     plan: Plan, rank: int, held: Mapping[str, ParameterShard], transposed: frozenset[str]
 ) -> None:
-    """Raises Refusal: SW6259 with the first parameters of this rank that are not as planned."""
+    """Raise Refusal, SW6259, with the first parameters of this rank that differ from the plan."""
     planned = planned_parameters(plan, rank, transposed)
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     live = {
@@ -135,9 +137,8 @@ def check_parameters(
                 "the model: "
             )
             + "; ".join(differences[:3]),
-            "Nothing was trained. Compile again with the packages that are installed on the hosts "
-            "of the run; where"
-            " the message stays, report the model type and the recipe.",
+            "Nothing was trained. Compile again with the packages that are installed on the run's "
+            "hosts; if the message stays, report the model type and the recipe.",
         )
 
 
@@ -148,8 +149,7 @@ def _parameter_text(p: PlannedParameter | None) -> str:
 
 
 def parameter_counts(held: Mapping[str, ParameterShard]) -> dict[str, JsonValue]:
-    """Return tensors and elements that this rank trains and that it leaves frozen, before ZeRO cuts
-    them."""
+    """Return tensors and elements that this rank trains or freezes, before ZeRO shards them."""
     counts: dict[str, JsonValue] = {}
     for kind, is_trained in (("trained", True), ("frozen", False)):
         shapes = [p.shape for p in held.values() if p.is_trained == is_trained]
@@ -161,16 +161,20 @@ def parameter_counts(held: Mapping[str, ParameterShard]) -> dict[str, JsonValue]
 
 
 class Session:
-    """done: optimizer steps that are in the weights. engine: the engine's own object. Every rank
-    makes the same calls.
+    """Train on one rank; every rank makes the same calls.
 
-    plan: with the number of steps, also where the recipe counts epochs.
+    done: optimizer steps that are in the weights
+    engine: the engine's own object
+    plan: with the number of steps, also where the recipe counts epochs
     """
 
     def __init__(
         self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None
     ) -> None:
-        """Process groups exist. lease: rank 0's."""
+        """Prepare the data, build the trainer and load the checkpoint. The process groups exist.
+
+        lease: rank 0's
+        """
         prepare_checkpoint_folder(plan, folder, attempt.number, attempt.step)
         if int(os.environ["LOCAL_RANK"]) == 0:
             prepare(plan, folder, limit_bytes=MAX_UNPREPARED_BYTES)
@@ -222,34 +226,35 @@ class Session:
         self._noise = build_noise_scale_meter(
             self.plan, rank, self._trainer, read_step_noise(folder) if first else []
         )
-        # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks
-        # its line.
+        # Rank 0 alone has the file, and every rank must know whether the resumed step was
+        # evaluated.
         told = [self._evaluations.step if self._evaluations else 0]
         dist.broadcast_object_list(told, src=0)
         self._evaluated = told[0]
 
     def steps(self) -> range:
-        """Those still to train, counted from 1."""
+        """Return the steps still to train, counted from 1."""
         return range(self.done + 1, self.plan.training.steps + 1)
 
     def learning_rate(self, step: int) -> float:
-        """The recipe's, for this update."""
+        """Return the recipe's learning rate of this update."""
         return learning_rate(
             self.plan.optimizer, self.plan.scheduler, self.plan.training.steps, step
         )
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This data rank's share of the step's global batch."""
+        """Return this data rank's share of the step's global batch."""
         return self._batches.micro_batches(step, self.data_rank)
 
     def train(
         self, step: int, micro_batches: list[MicroBatch] | None = None, rate: float | None = None
     ) -> StepResult:
-        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as
-        the plan's.
+        """Make one optimizer step and record it in run/metrics.jsonl.
 
-        Raises Refusal on every rank where the losses have not been finite for too long: SW6311;
-        where the outer store is not reached: SW6315, after a checkpoint of this step.
+        micro_batches: as many and as large as the plan's
+
+        Raises Refusal on every rank: SW6311 after too many non-finite losses in a row; SW6315 where
+        the outer store is unreachable, after a checkpoint of this step.
         """
         self._check_lease()
         began = time.perf_counter()
@@ -293,8 +298,10 @@ class Session:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the recipe wants the held-out data evaluated after the step that is done, and it
-        is not yet: so too where a run resumes from a checkpoint whose evaluation failed."""
+        """Return whether the recipe requires an evaluation after the last step, and none was made.
+
+        That includes a run that resumes from a checkpoint whose evaluation failed.
+        """
         validation = self.plan.validation
         if validation is None or self._held_out is None or self.done in (0, self._evaluated):
             return False
@@ -303,8 +310,10 @@ class Session:
         )
 
     def evaluate(self) -> float:
-        """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe
-        has `validation`."""
+        """Return the loss over the held-out data and record it in run/evaluation.jsonl.
+
+        The recipe must have `validation`.
+        """
         assert self._held_out is not None, "the recipe has no validation"
         began = time.perf_counter()
         loss, predicted = self._trainer.evaluate(self._held_out)
@@ -316,7 +325,7 @@ class Session:
 
     @property
     def saves(self) -> bool:
-        """Whether the recipe wants a checkpoint of the step that is done."""
+        """Return whether the recipe requires a checkpoint of the last step."""
         every = self.plan.checkpoint.every_steps
         return every is not None and self._is_interval_end(every)
 
@@ -326,9 +335,12 @@ class Session:
         return at > 0 and at % every_steps == 0
 
     def save(self, *, last: bool = False) -> None:
-        """A checkpoint of the step that is done, with a line in run/saves.jsonl; nothing where it
-        has one. last: nothing is trained after it, so that a copy that fails (checkpoint.upload_to)
-        is an error and not a warning."""
+        """Save a checkpoint of the last step and record it in run/saves.jsonl, unless it was saved
+        before.
+
+        last: nothing is trained after it, so a failed copy (checkpoint.upload_to) is an error, not
+        a warning
+        """
         self._check_lease()
         if self._saved != self.done:
             last = last or self.done == self.plan.training.steps
@@ -344,12 +356,15 @@ class Session:
             self._saved = self.done
 
     def _check_lease(self) -> None:
-        """Raises Refusal where another run has taken this one's place."""
+        """Raise Refusal where another run has taken the lease over."""
         if self._lease is not None and self._lease.lost is not None:
             raise lease_lost(self._lease.lost, self.folder)
 
     def finish(self, status: str = "done") -> None:
-        """Writes run/summary.json and run/status.json. status: done | preempted."""
+        """Write run/summary.json and run/status.json.
+
+        status: done | preempted
+        """
         self._measured.write(self.folder, status, self.done, self.attempt)
         if self._tracking:
             self._tracking.close()
@@ -362,11 +377,11 @@ class Session:
 
 
 def rank_record(held: Mapping[str, ParameterShard], rank: int) -> dict[str, JsonValue]:
-    """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's
-    partitions).
+    """Return the record of run/ranks/.
 
-    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening. trained,
-    frozen: how many.
+    parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this rank's partitions)
+    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO flattens it
+    trained, frozen: their tensors and elements
     """
     return {
         "rank": rank,
@@ -386,8 +401,10 @@ def begin_session(
     lease: Lease | None,
     watch: RankMonitor | None = None,
 ) -> Session:
-    """Opens the process groups and begins the attempt. resume, lease: as begin_attempt_on_ranks
-    takes them."""
+    """Open the process groups and begin the attempt.
+
+    resume, lease: as begin_attempt_on_ranks takes them
+    """
     engine_runtime(plan).open_groups(plan)
     remove_secret_environment_file()  # every rank is there
     check_same_files_on_hosts(plan, folder)
@@ -402,12 +419,12 @@ def begin_session(
 
 @contextmanager
 def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterator[Session]:
-    """For a script of one's own, started by `deepspeed` (or torchrun) with the plan's number of
-    ranks.
+    """Open a session in a user's script, started by `deepspeed` or torchrun with the plan's ranks.
 
-    resume: auto (the newest valid checkpoint, else from the start), never, or a step folder. At the
-    end a checkpoint of the last step is written and the process groups are closed. Raises Refusal
-    where the folder, the world or the data are not the plan's.
+    resume: auto (the newest valid checkpoint, else from the start), never, or a step folder
+
+    At the end a checkpoint of the last step is written and the process groups are closed. Raises
+    Refusal where the folder, the world or the data differ from the plan's.
     """
     load_secret_environment()
     path = Path(folder).resolve()

@@ -1,6 +1,4 @@
-"""What every rank runs under the `deepspeed` launcher: the compiled folder's train.py calls
-main().
-"""
+"""Run one rank under its launcher: the compiled folder's train.py calls main()."""
 
 from __future__ import annotations
 
@@ -35,16 +33,13 @@ if TYPE_CHECKING:
 
     from shardwright.train.training_session import Session
 
-# How a rank that finished ends.
-
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with this exit status, once what was registered to run at exit has run.
+    """End the process with this exit status, after the registered exit functions.
 
-    Not the interpreter's own way out. A thread of gloo's may still hold the last collective's
-    tensors, and dropping them needs the interpreter: where that is torn down already, the process
-    dies by SIGABRT ("terminate called without an active exception"), and a launcher takes a run
-    that is done for one that failed.
+    Not the interpreter's own exit: a thread of gloo's may still hold the last collective's tensors,
+    and dropping them needs the interpreter. Where that is torn down already, the process dies by
+    SIGABRT, and a launcher takes a finished run for a failed one.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -56,7 +51,7 @@ SECONDARY_FAILURE_DELAY_SECONDS = 4.0
 
 
 def main() -> NoReturn:
-    """Trains as plan.json and run/attempt.json say. The working directory is not relied on."""
+    """Train as plan.json and run/attempt.json say. The working directory is not relied on."""
     unsent = restart_with_secret_environment()
     folder = Path(sys.argv[0]).resolve().parent
     rank = int(os.environ["RANK"])
@@ -83,10 +78,9 @@ def main() -> NoReturn:
             )
         watch.failed(event)
         if is_secondary_failure(str(error)):
-            # Let the launcher, which looks once a second, see the process that was killed before it
-            # sees this one.
+            # Let the launcher, which polls once a second, see the killed process before this one.
             time.sleep(SECONDARY_FAILURE_DELAY_SECONDS)
-        # Not the interpreter's way out: a collective that other ranks are in could block it for
+        # Not the interpreter's exit: a collective that other ranks are in could block it for
         # minutes.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -104,8 +98,10 @@ def _redirect_output(path: Path) -> None:
 
 
 def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:
-    """The launcher ends every rank once one is down; the earliest is the cause, the others its
-    echo."""
+    """Describe the failure; the earliest is the cause, the others are secondary.
+
+    The launcher ends every rank once one is down.
+    """
     if isinstance(error, Refusal):
         first = error.diagnostics[0]
         cause, code, help_text = first.message, first.code, first.help
@@ -124,8 +120,10 @@ def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:
 
 
 def _train(plan: Plan, folder: Path, rank: int, watch: RankMonitor, lease: Lease | None) -> int:
-    """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told
-    to stop."""
+    """Train, and return the exit code: 0, or what a scheduler expects of a preempted run.
+
+    lease: rank 0's
+    """
     runtime = engine_runtime(plan)
     if plan.is_cpu:
         keep_freed_memory()
@@ -152,7 +150,7 @@ def _train(plan: Plan, folder: Path, rank: int, watch: RankMonitor, lease: Lease
 
 
 def train_steps(session: Session, watch: RankMonitor, stop: _StopRequest) -> str:
-    """Every step still to train. Returns done, or preempted."""
+    """Train every step that is left. Return done or preempted."""
     last, status = session.steps().stop - 1, "done"
     _evaluate(
         session, watch
@@ -180,7 +178,7 @@ def _evaluate(session: Session, watch: RankMonitor) -> None:
 
 
 class _StopRequest:
-    """Preemption: run/stop, or SIGUSR1 to any rank; every rank hears of it in the same step."""
+    """Detect preemption, by run/stop or SIGUSR1 to any rank; all ranks see it in the same step."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "run" / "stop"
@@ -191,7 +189,7 @@ class _StopRequest:
         self.signalled = True
 
     def agreed(self, device: torch.device) -> bool:
-        """Collective."""
+        """Return whether any rank was told to stop. Collective."""
         import torch
         from torch import distributed as dist
 

@@ -80,7 +80,7 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
         },
         "mask of their own",
     ),
-    "GPT-OSS": ({"model.config": OSS}, "gpt_oss are this project's own"),
+    "GPT-OSS": ({"model.config": OSS}, "'gpt_oss' are this project's own"),
     "latent attention over tensor ranks": (
         {"model.config": DEEPSEEK, "parallelism": OVER_TENSOR},
         "latent",

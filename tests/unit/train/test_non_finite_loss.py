@@ -44,7 +44,7 @@ def test_one_suffices_or_none_does() -> None:
         divergence(limit=1).step(1, NAN, 1.0)
     d = divergence(limit=0)
     (line,) = d.step(1, NAN, 1.0)
-    assert "the run goes on all the same" in line
+    assert "the run continues" in line
     for step in range(2, 50):
         assert d.step(step, NAN, 1.0) == []
 

@@ -173,7 +173,7 @@ def test_a_run_that_ended_without_a_word_is_said(
         pass
     assert time.monotonic() - began < 5
     assert (
-        f"process {2**22 + 1} ended without a word; what it held is taken over"
+        f"process {2**22 + 1} died without cleaning up; its lock is taken over"
         in capsys.readouterr().err
     )
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's row of the table."""
+"""Define DeepSpeed's row of the engine table."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate, Rule, rule
 from shardwright.utils.json_values import JsonValue
 
-# Its files in the compiled folder.
-
-
+# DeepSpeed's files in the compiled folder.
 DS_CONFIG = "ds_config.json"
 AUTOTP_FILE = "ds_config.autotp.json"
 ACCELERATE = "accelerate"
 
-# What DeepSpeed, or this version's use of it, does not run.
-#
-# Lines are of DeepSpeed 0.19.8.
-
+# What DeepSpeed, or this version's use of it, does not run. Lines are of DeepSpeed 0.19.8.
 
 _TIMERS = "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails"
 EXTRA_KEYS_REFUSED_IN_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
-"""Key -> why a pipeline does not run with it."""
+"""Maps keys of `extra` to the reason why a pipeline does not run with them."""
 
 
 def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
-    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in
-    fp32. ZeRO-1 does both, and costs nothing at data 1."""
+    """Refuse ZeRO-0 in a pipeline: SW3107.
+
+    Measured: DeepSpeed then clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32.
+    ZeRO-1 does both, and costs nothing at data 1.
+    """
     if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
         return None
     return found(
@@ -43,7 +41,8 @@ def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
 
 
 def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
-    """Its pipeline engine asserts stage 0 or 1 (pipe/engine.py:76)."""
+    """Refuse ZeRO-2 and 3 in a pipeline, which DeepSpeed asserts against: SW3108
+    (pipe/engine.py:76)."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
         return None
     return found(
@@ -57,7 +56,8 @@ def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
 
 
 def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
-    """Its schedule needs two micro-batches a stage (pipe/schedule.py:353)."""
+    """Require two micro-batches a stage, as DualPipeV's schedule does: SW3109
+    (pipe/schedule.py:353)."""
     s = x.strategy
     if (
         s.schedule != "dualpipev"
@@ -75,9 +75,11 @@ def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
 
 
 def offload_without_effect(x: Candidate) -> Diagnostic | None:
-    """Found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says
-    nothing. The optimizer's states in a pipeline (DeepSpeed#3866) are right by now: tests/parity
-    proves them."""
+    """Refuse offload at a ZeRO stage that has nothing to offload: SW3111.
+
+    DeepSpeed accepts it without a warning, as a probe showed. Offloaded optimizer states in a
+    pipeline (DeepSpeed#3866) are correct in the tested versions: tests/parity proves them.
+    """
     s = x.strategy
     needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
     if s.zero_stage >= needed:
@@ -92,10 +94,13 @@ def offload_without_effect(x: Candidate) -> Diagnostic | None:
 
 
 def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
-    """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (engine.py,
-    _do_optimizer_sanity_check), and its unfused half-precision optimizer
-    (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient norm was 7 %
-    off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
+    """Refuse ZeRO-0 in half precision: SW3114.
+
+    DeepSpeed cannot accumulate bf16 in fp32 there (engine.py, _do_optimizer_sanity_check), and its
+    unfused half-precision optimizer (fp16/unfused_optimizer.py) drifts. Measured on a tiny GPT-2 in
+    bf16: the gradient norm was 7 % off the plain run after eight steps. ZeRO-1 does both right, and
+    costs nothing at data 1.
+    """
     s, precision = x.strategy, x.recipe.training.precision
     if s.zero_stage != 0 or s.pipeline > 1 or not FORMATS[precision].is_half:
         return None
@@ -109,8 +114,11 @@ def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
 
 
 def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
-    """Measured: DeepSpeed ends in the first backward pass (runtime/pipe/engine.py,
-    _exec_backward_pass, and the hook of runtime/engine.py behind it start the same timer)."""
+    """Refuse keys of `extra` that start timers in a pipeline: SW3133.
+
+    Measured: DeepSpeed fails in the first backward pass. runtime/pipe/engine.py,
+    _exec_backward_pass, and the hook of runtime/engine.py start the same timer.
+    """
     if x.strategy.pipeline == 1:
         return None
     key = next(
@@ -130,8 +138,10 @@ def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
 
 
 def experts_without_zero(x: Candidate) -> Diagnostic | None:
-    """Measured: without ZeRO each rank clips by the norm of its own experts, 2e-3 off
-    (runtime/engine.py)."""
+    """Refuse expert ranks without ZeRO: SW3150.
+
+    Measured: each rank then clips by the norm of its own experts, 2e-3 off (runtime/engine.py).
+    """
     if x.strategy.expert == 1 or x.strategy.zero_stage > 0:
         return None
     return found(

@@ -1,4 +1,4 @@
-"""From a plan to DeepSpeed's files: what the compile calls (engines.engine.Lowering)."""
+"""Write DeepSpeed's files for a plan (engine_definition.Lowering)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,12 @@ from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import JsonObject, JsonValue, json_bytes
 from shardwright.utils.template_rendering import render_template
 
-# accelerate/: the plan for scripts of the user's own, under the HF Trainer or Accelerate.
+# accelerate/: the plan for users' own scripts, under the HF Trainer or Accelerate.
 #
 # Data parallelism only: neither knows our tensor-parallel layers, and a pipeline needs its own
-# engine.
-#
-# `shardwright run` does not read them. What the layout decides is written out, so that a script
-# which
-# says otherwise is told so; what is the script's own business (learning rate, clipping) is "auto"
-# where the Trainer fills it in.
-
+# engine. `shardwright run` does not read these files. What the layout decides is written out, so
+# that a script with other values gets an error; what the script decides (learning rate, clipping)
+# is "auto" where the Trainer fills it in.
 
 ACCELERATE_CONFIG = f"{ACCELERATE}/config.yaml"
 ACCELERATE_DS_CONFIG = f"{ACCELERATE}/ds_config.json"
@@ -37,6 +33,7 @@ HF_TRAINER_DS_CONFIG = f"{ACCELERATE}/ds_config.trainer.json"
 
 
 def accelerate_files(plan: Plan) -> dict[str, bytes]:
+    """Return the files of accelerate/; none where a rank does not hold the full model."""
     if not plan.strategy.has_full_model_per_rank:
         return {}
     return {
@@ -47,15 +44,21 @@ def accelerate_files(plan: Plan) -> dict[str, bytes]:
 
 
 def accelerate_ds_config(plan: Plan) -> JsonObject:
-    """For `accelerate launch`. No optimizer: the script has its own, and Accelerate refuses two."""
+    """Return the configuration for `accelerate launch`.
+
+    It has no optimizer: the script brings its own, and Accelerate refuses two.
+    """
     return validated_ds_config(
         {key: value for key, value in _script_config(plan).items() if key != "optimizer"}
     )
 
 
 def hf_trainer_ds_config(plan: Plan) -> JsonObject:
-    """For TrainingArguments(deepspeed=...). The Trainer compares what is written out with its own
-    arguments, and raises where they differ."""
+    """Return the configuration for TrainingArguments(deepspeed=...).
+
+    The Trainer compares values that are not "auto" with its own arguments, and raises where they
+    differ.
+    """
     optimizer: JsonObject = {
         "type": "AdamW",
         "params": {
@@ -73,8 +76,8 @@ def _script_config(plan: Plan) -> dict[str, JsonValue]:
         config = merge_ds_config(
             config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
         )
-    # DeepSpeed works it out; the Trainer's own count is of one process where it looks before the
-    # ranks have met.
+    # DeepSpeed computes it; the Trainer counts one process where it reads it before the process
+    # group exists.
     return {key: value for key, value in config.items() if key != "train_batch_size"}
 
 
@@ -82,16 +85,13 @@ def _script_config(plan: Plan) -> dict[str, JsonValue]:
 # users' own scripts.
 #
 # `shardwright run` does not read it: a script that passes it to `deepspeed.initialize` with the
-# plain
-# Hugging Face model trains with the same modules cut. Written where there is no pipeline (AutoTP
-# does
-# not work on a PipelineModule).
+# plain Hugging Face model shards the same modules. It is written where there is no pipeline (AutoTP
+# does not work on a PipelineModule).
 #
-# An input embedding is cut only together with a head that is tied to it, and whole on every rank
+# An input embedding is sharded only together with a head that is tied to it, and replicated
 # otherwise: AutoTP has no vocabulary-parallel embedding alone. Modules with gathered outputs are
-# refused: AutoTP divides the head counts of every module that holds a cut parameter (auto_tp.py,
-# update_mp_params), and their attention needs the whole counts.
-
+# refused: AutoTP divides the head counts of every module that holds a sharded parameter
+# (auto_tp.py, update_mp_params), and their attention needs the full counts.
 
 _HEAD_NAMES = ("lm_head", "embed_out")
 """Last parts of an output embedding's name that DeepSpeed's vocabulary-parallel head accepts by
@@ -122,8 +122,10 @@ AUTOTP_VERIFIED_TYPES = (
     "smollm3",
     "starcoder2",
 )
-"""What AutoTP does beside the specs (head counts) depends on a type's code;
-tests/launch/test_autotp.py measures it."""
+"""Lists the model types that tests/launch/test_autotp.py trains under AutoTP.
+
+AutoTP also changes head counts, which depends on a type's code.
+"""
 
 
 def _packed(split: ModuleSharding) -> JsonObject:
@@ -148,8 +150,10 @@ _SPECS: dict[str, Callable[[ModuleSharding], JsonObject]] = {
 
 
 def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
-    """The whole file; None where the plan has nothing for AutoTP to do; a warning where it cannot
-    express the map."""
+    """Return ds_config.autotp.json, None without tensor parallelism, or a warning (SW4101).
+
+    The warning says why AutoTP cannot express the plan's tensor-parallel map.
+    """
     degree = plan.tensor_parallel.degree
     if degree == 1 or plan.strategy.pipeline > 1:
         return None
@@ -165,22 +169,22 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         pattern = _pattern(split)
         spec = _SPECS[split.style](split)
         if specs.setdefault(pattern, spec) != spec:
-            return _warning(split, "is cut in another way than in other layers")
+            return _warning(split, "is not sharded as in the other layers")
     if plan.model.model_type not in AUTOTP_VERIFIED_TYPES:
         return _warning(
             plan.tensor_parallel.modules[0],
-            f"is of a {plan.model.model_type}, not proved under AutoTP",
+            f"belongs to a {plan.model.model_type!r}, which is not verified under AutoTP",
         )
     if head.rpartition(".")[2] not in _HEAD_NAMES:
         return _warning(
-            plan.tensor_parallel.modules[-1], f"has an output embedding that is called {head!r}"
+            plan.tensor_parallel.modules[-1],
+            f"has an output embedding named {head!r}, which AutoTP does not recognize",
         )
     kinds: list[JsonObject] = []
     for spec in specs.values():
         kinds += [spec] if spec not in kinds else []
     # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts
-    # on the true one (runtime/config.py, _batch_assertion): the two numbers that hold per rank are
-    # enough.
+    # on the true one (runtime/config.py, _batch_assertion): the numbers per rank are enough.
     rest = {
         key: value
         for key, value in ds_config_for_user_scripts(plan).items()
@@ -204,7 +208,7 @@ def _pattern(split: ModuleSharding) -> str:
     """A regular expression for the module's parameters: AutoTP matches names from their start; any
     layer number."""
     name = re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(split.module))
-    # A gradient is summed for every parameter of the module; a matrix is cut by its weight's name.
+    # Gradients are summed for every parameter of the module; only its weight is sharded.
     ending = r"\..*$" if split.style == "replicated_with_grad_allreduce" else r"\.weight$"
     return f"^{name}{ending}"
 
@@ -214,7 +218,7 @@ def _obstacle(split: ModuleSharding) -> str:
         return f"has the style {split.style}, which AutoTP does not run"
     matrices = [p for p in split.parameters if p.dimension is not None and len(p.shape) >= 2]
     if any(len(p.shape) > 2 for p in matrices):
-        return "is a stack of matrices, which AutoTP does not cut"
+        return "is a stack of matrices, which AutoTP does not shard"
     if split.style in ("colwise", "packed_colwise") and any(p.dimension != 0 for p in matrices):
         return "is a Conv1D, which AutoTP's partition_config takes for a Linear"
     return ""
@@ -234,7 +238,7 @@ def _warning(split: ModuleSharding, why: str) -> Diagnostic:
 
 
 def zero_settings(plan: Plan) -> JsonObject:
-    """zero_optimization, from the fullest rank's part of the model before ZeRO-3 shares it out."""
+    """Return zero_optimization for the rank with the most parameters, before ZeRO-3 shards them."""
     parts = plan.strategy.zero_world_size if plan.strategy.zero_stage == 3 else 1
     held = max(rank.parameter_bytes for rank in plan.ranks) // element_bytes(
         plan.training.precision
@@ -243,11 +247,10 @@ def zero_settings(plan: Plan) -> JsonObject:
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-    """ds_config.json, and for scripts of the user's own what they can be given."""
+    """Return ds_config.json, and the files for users' own scripts that the layout allows."""
     found = {DS_CONFIG: json_bytes(validated_ds_config(ds_config(plan)))}
     if plan.strategy.context > 1 or plan.strategy.expert > 1:
-        # A script of one's own would feed each context rank rows of its own, and train experts
-        # whole.
+        # A user's script would give each context rank its own sequences, and not shard experts.
         return found, ()
     found |= accelerate_files(plan)
     autotp = autotp_config(plan)

@@ -1,6 +1,5 @@
-"""The second copy of ZeRO-3's weights inside a node (hpZ, arXiv 2306.10209): what DeepSpeed leaves
-to us.
-"""
+"""Build the process groups that DeepSpeed leaves to us: for hpZ (arXiv 2306.10209) and expert
+ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +20,13 @@ from shardwright.plan.plan import Plan
 
 
 def hpz_group(plan: Plan) -> dist.ProcessGroup | None:
-    """Collective. The ranks that share one secondary copy; None without hpZ.
+    """Build the groups of ranks that share a secondary weight copy, and return this rank's.
+    Collective.
 
-    DeepSpeed's own (utils/groups.py, _create_zero_param_parallel_group) are consecutive ranks of
-    the world: under tensor parallelism those hold other shards, and a gather over them is another
-    matrix. It makes them at most once a process, too. Its readers look at the variable, so that is
-    where ours stands.
+    None without hpZ. DeepSpeed's own groups (utils/groups.py, _create_zero_param_parallel_group)
+    are consecutive ranks of the world, which under tensor parallelism hold other shards. It also
+    makes them at most once a process. Its readers look at the module's variable, so the group is
+    stored there.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     size = plan.strategy.hpz_partition_size
@@ -43,26 +43,25 @@ def hpz_group(plan: Plan) -> dist.ProcessGroup | None:
 
 
 def drop_hpz_copies(module: nn.Module) -> None:
-    """After weights were loaded: the next gather makes the copy anew. DeepSpeed drops that of
-    trained weights only (zero/stage3.py, invalidate_secondary_tensor); one of a frozen weight would
-    be stale for good."""
+    """Drop secondary weight copies after weights were loaded, so that the next gather remakes them.
+
+    DeepSpeed drops those of trained weights only (zero/stage3.py, invalidate_secondary_tensor). A
+    frozen weight's copy would stay stale.
+    """
     for parameter in module.parameters():
         if hasattr(parameter, "ds_secondary_tensor"):
             parameter.ds_secondary_tensor = None
 
 
-# Expert ranks under DeepSpeed: groups carved out of its data ranks, and what it has to be told of
-# them.
+# Expert ranks under DeepSpeed: groups of its data ranks, and the marks that it reads.
 #
-# To its engine the model has one layer of experts, a marker without parameters; what was cut
-# carries
-# the marks of its own mixtures. Their gradients are summed over the ranks that hold the same
-# experts,
-# and divided by all data ranks.
+# To its engine the model has one expert layer, a marker without parameters; the sharded parameters
+# have the marks of DeepSpeed's own experts. Their gradients are summed over the ranks that hold the
+# same experts, and divided by all data ranks.
 
 
 def build_expert_sharder(plan: Plan, model: nn.Module) -> ExpertSharder:
-    """Collective: the process groups."""
+    """Build the expert groups and return what shards this rank's experts. Collective."""
     _clear_expert_groups()
     if plan.strategy.expert == 1:
         return ExpertSharder(model)
@@ -100,7 +99,7 @@ def _clear_expert_groups() -> None:
 
 
 def _own_group(members: Iterable[list[int]]) -> tuple[dist.ProcessGroup, list[int]]:
-    """Each rank makes all of the groups."""
+    """Build every group, as each rank must, and return this rank's."""
     made = [(dist.new_group(ranks), ranks) for ranks in members]
     return next(each for each in made if dist.get_rank() in each[1])
 
@@ -112,8 +111,10 @@ def _group_name(plan: Plan) -> str:
 
 
 def _mark_expert(name: str, parameter: nn.Parameter) -> None:
-    """ZeRO-3 reads where to partition it before it partitions anything
-    (zero/partition_parameters.py)."""
+    """Set the marks that DeepSpeed reads on an expert's parameter.
+
+    ZeRO-3 reads the partition group before it partitions anything (zero/partition_parameters.py).
+    """
     marks = {
         "allreduce": False,
         "group_name": name,
@@ -126,19 +127,21 @@ def _mark_expert(name: str, parameter: nn.Parameter) -> None:
 
 
 class _ExpertLayerMarker(AutoEPMoELayer):
-    """What makes an engine look for experts among its parameters; of all kinds that it knows ZeRO-3
-    takes this one."""
+    """Make an engine look for experts among its parameters.
+
+    Of the kinds that DeepSpeed knows, ZeRO-3 accepts this one.
+    """
 
     def __init__(self, experts: int) -> None:
         nn.Module.__init__(self)
         self.num_experts = experts
 
     def set_deepspeed_parallelism(self, *_: object, **__: object) -> None:
-        """The groups are there."""
+        """Do nothing: the groups exist already."""
 
 
 def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
-    """The optimizer's: what decays and what does not, experts apart."""
+    """Return the optimizer's parameter groups: decaying or not, experts in groups of their own."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     experts = [(name, p) for name, p in named if is_moe_param(p)]
     dense = [(name, p) for name, p in named if not is_moe_param(p)]
@@ -163,8 +166,11 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
 
 
 def _trains_experts(plan: Plan) -> bool:
-    """Whether any stage has an expert that is not frozen. To an engine without one the model is
-    dense: it wants parameters of experts in its groups as soon as it finds a layer of them."""
+    """Return whether any stage has an expert that is not frozen.
+
+    DeepSpeed requires expert parameters in the groups of a model in which it finds an expert layer,
+    so without any the model is dense to it.
+    """
     names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
     return any(plan.is_expert_parameter(name) and not plan.model.is_frozen(name) for name in names)
 
@@ -172,9 +178,10 @@ def _trains_experts(plan: Plan) -> bool:
 def _padding(
     holder: nn.Module, kind: str, named: list[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """ZeRO's norm is summed over the stages of a pipeline group by group: all ranks need the same
-    groups. Where a stage has no parameter of a group, one element that nothing uses stands for
-    it."""
+    """Return dummy parameters for the groups in which this stage has none.
+
+    ZeRO's norm is summed over pipeline stages group by group, so every rank needs the same groups.
+    """
     here = {len(p.shape) >= 2 for _, p in named}
     for decays, shape in ((True, (1, 1)), (False, (1,))):
         if decays not in here:

@@ -1,9 +1,7 @@
-"""The live engine's parameters as fragments by name: one view over ZeRO 0 to 3, bf16's optimizer
-and offload.
+"""View the live DeepSpeed engine's parameters as shards by name, under ZeRO 0 to 3 and offload.
 
-A fragment is what this rank owns of one parameter: a range of its flattened tensor-parallel shard,
-with views of the fp32 master weights and of Adam's moments. Everything here is a view: copying into
-one restores the optimizer.
+A shard is what this rank owns of one parameter: a range of the flattened tensor-parallel shard,
+with views of its fp32 master and Adam's moments. Copying into a view restores the optimizer.
 """
 
 from __future__ import annotations
@@ -29,14 +27,16 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def base_optimizer(engine: Any) -> Any:
-    """torch's (or DeepSpeed's CPU) Adam, which keeps the moments."""
+    """Return torch's (or DeepSpeed's CPU) Adam, which holds the moments."""
     optimizer = engine.optimizer
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _masters(engine: Any) -> list[torch.Tensor]:
-    """The fp32 tensors that the base optimizer updates: flat partitions, or at ZeRO-0 the
-    parameters themselves."""
+    """Return the fp32 tensors that the base optimizer updates.
+
+    They are flat partitions, or at ZeRO-0 the parameters themselves.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return list(optimizer.fp32_partitioned_groups_flat)
@@ -48,8 +48,7 @@ def _masters(engine: Any) -> list[torch.Tensor]:
 
 
 def _moments(engine: Any, master: torch.Tensor) -> dict[str, Any]:
-    """Adam makes its state in its first update; a run that resumes, or saves before it, needs it
-    earlier."""
+    """Return Adam's state, created here where the first update has not made it yet."""
     base = base_optimizer(engine)
     state: dict[str, Any] = base.state[master]
     if not state:
@@ -62,7 +61,7 @@ def _moments(engine: Any, master: torch.Tensor) -> dict[str, Any]:
 
 
 def optimizer_step(engine: Any) -> int:
-    """Updates made so far."""
+    """Return the number of updates so far."""
     steps = [int(_moments(engine, master)["step"]) for master in _masters(engine)]
     return max(steps, default=0)
 
@@ -77,7 +76,7 @@ def set_optimizer_step(engine: Any, step: int) -> None:
 
 
 def loss_scale(engine: Any) -> dict[str, float] | None:
-    """Of fp16. None where the optimizer has no scaler."""
+    """Return the state of fp16's loss scaler; None where the optimizer has no scaler."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return (
         None
@@ -87,13 +86,14 @@ def loss_scale(engine: Any) -> dict[str, float] | None:
 
 
 def set_loss_scale(engine: Any, saved: dict[str, float]) -> None:
-    """A loss scale that the recipe fixes stays."""
+    """Restore a dynamic loss scale; one that the recipe fixes stays."""
     scaler = engine.optimizer.loss_scaler
     for attribute, value in saved.items() if scaler.dynamic else ():
         setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
 
 
 def parameter_shards(module: nn.Module) -> dict[str, ParameterShard]:
+    """Return this rank's shard of each parameter, by Hugging Face name."""
     held = {}
     for name, p in unique_parameters(
         (name, p) for name, p in module.named_parameters() if not is_padding(p)
@@ -107,7 +107,7 @@ def parameter_shards(module: nn.Module) -> dict[str, ParameterShard]:
 
 
 def optimizer_shards(plan: Plan, engine: Any) -> Iterator[OwnedShard]:
-    """Of every parameter of this rank, trained or not, and of every persistent buffer."""
+    """Yield the shard of every parameter, trained or not, and of every persistent buffer."""
     masters = _masters(engine)
     for name, parameter in named_parameters(plan, engine.module).items():
         if not parameter.requires_grad:
@@ -150,8 +150,11 @@ def _shard_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _shard_address(engine: Any, parameter: Any) -> tuple[int | None, int, int, int] | None:
-    """(master, place in it, place in the shard, elements); master None: the parameter is its
-    own."""
+    """Return (master, start in it, start in the shard, elements); master None: the parameter
+    itself.
+
+    None where another data rank owns all of the parameter.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         group, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -167,21 +170,21 @@ def _shard_address(engine: Any, parameter: Any) -> tuple[int | None, int, int, i
 
 
 def _zero3_partition_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """Elements of the parameter that are this data rank's; the last partition is padded."""
+    """Return (start, elements) of this data rank's partition; the last partition is padded."""
     size = parameter.ds_tensor.ds_numel
     start = size * optimizer._get_param_partition_rank(parameter)
     return start, min(size, parameter.ds_numel - start)
 
 
 def _model_values(parameter: Any, start: int, numel: int) -> torch.Tensor:
-    """At ZeRO-3 a rank has its own partition, which begins at `start`."""
+    """Return `numel` elements of the weights from `start`; at ZeRO-3 the partition begins there."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.data.view(-1).narrow(0, 0, numel)  # type: ignore[no-any-return]
     return parameter.data.view(-1).narrow(0, start, numel)  # type: ignore[no-any-return]
 
 
 def _untrained_shard(engine: Any, name: str, parameter: Any) -> OwnedShard:
-    """A parameter that is not trained, in the type that the model computes with."""
+    """Return the shard of a frozen parameter, in the compute dtype."""
     partitioned = hasattr(parameter, "ds_tensor")
     start, numel = (
         _zero3_partition_range(engine.optimizer, parameter)
@@ -201,8 +204,7 @@ def _untrained_shard(engine: Any, name: str, parameter: Any) -> OwnedShard:
 
 
 def copy_masters_to_model(engine: Any) -> None:
-    """Collective. The weights that the model computes with, from the fp32 masters that were
-    restored."""
+    """Copy the restored fp32 masters to the weights that the model computes with. Collective."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         optimizer.update_lp_params()

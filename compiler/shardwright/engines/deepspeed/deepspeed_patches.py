@@ -1,5 +1,4 @@
-"""Defects of the tested DeepSpeed versions that only a patched function can get around; each names
-its place."""
+"""Patch defects of the tested DeepSpeed versions; each patch names the defect's place."""
 
 from __future__ import annotations
 
@@ -116,6 +115,7 @@ def _experts_count_by_tensor_rank(self: Any, params: list[Any], process_group: A
 
 
 def patch_deepspeed() -> None:
+    """Install the patches, each in its place in DeepSpeed."""
     DeepSpeedZeroOptimizer_Stage3._grad_norm_counts_every_rank = _experts_count_by_tensor_rank
     bf16_optimizer.get_norm_with_moe_layers = _norm_with_experts
     bf16_optimizer.BF16_Optimizer.get_grads_for_norm = _gradients_for_norm

@@ -1,5 +1,4 @@
-"""DeepSpeed's half of a run on its ranks: engines.protocol.Runtime. Imports it only once the
-process is prepared."""
+"""Implement DeepSpeed's EngineRuntime; imports DeepSpeed only once the process is prepared."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         if not user_training_loop:
-            # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of
-            # inductor: 2 s a rank.
+            # DeepSpeed checks whether the optimizer is its Muon, whose torch.compile imports all
+            # of inductor: 2 s a rank.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def open_groups(plan: Plan) -> None:
-    """Shares the host's cores between its ranks on a CPU."""
+    """Open the process groups. On a CPU, share the host's cores between its ranks."""
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -46,7 +45,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
 
 
 def close_groups() -> None:
-    """A process that finished can still die by SIGABRT in gloo's threads: leave together."""
+    """Leave together: a process that finished can still die by SIGABRT in gloo's threads."""
     from deepspeed import comm as dist
 
     dist.barrier()

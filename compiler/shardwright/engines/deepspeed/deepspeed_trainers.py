@@ -1,6 +1,4 @@
-"""What trainers under both of DeepSpeed's engines share: how one is made, what it holds, how it is
-restored.
-"""
+"""Train under DeepSpeed's engines: how a trainer is built, steps, and is restored."""
 
 from __future__ import annotations
 
@@ -81,8 +79,12 @@ from shardwright.plan.plan import Plan
 
 
 class DeepSpeedTrainer:
-    """engines.protocol.Trainer without its steps. engine: DeepSpeed's; grid: its process groups.
-    balance: of the routers, where the plan has a balance loss."""
+    """Implement trainer_protocol.Trainer without its steps.
+
+    engine: DeepSpeed's
+    grid: its process groups
+    balance: the routers' auxiliary loss, where the plan has one
+    """
 
     engine: Any
     grid: PipelineParallelGrid
@@ -134,14 +136,17 @@ class DeepSpeedTrainer:
             mpu=mpu,
             dist_init_required=False,
         )
-        # DeepSpeed casts every buffer to the compute dtype; rotary tables would lose positions that
-        # way. A model that is partitioned already (ZeRO-3) it does not move to the device.
+        # DeepSpeed casts every buffer to the compute dtype, in which rotary tables would lose
+        # positions. It does not move a model that is partitioned already (ZeRO-3) to the device.
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer.to(self.engine.device)
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
-        """Packing makes the number of labels that count differ between micro-batches and ranks: the
-        loss is a mean over those of the global batch."""
+        """Set the loss scale and the learning rate of a step.
+
+        The loss is a mean over the labels of the global batch, whose number differs between
+        micro-batches and ranks under packing.
+        """
         predicted = self._sum(sum(m.predicted for m in micro_batches))
         self.loss_fn.scale = len(micro_batches) * self.plan.strategy.zero_world_size / predicted
         if self.balance is not None:
@@ -150,13 +155,16 @@ class DeepSpeedTrainer:
             group["lr"] = learning_rate
 
     def context_shard(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's share of a micro-batch of its data rank."""
+        """Return this rank's share of its data rank's micro-batch."""
         return contiguous_shard(
             batch, self.plan.ranks[dist.get_rank()].context, self.plan.strategy.context
         )
 
     def _sum(self, number: int) -> int:
-        """Over data ranks. number: the same on the context ranks of each."""
+        """Sum a number over data ranks.
+
+        number: the same on the context ranks of a data rank
+        """
         total = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.grid.get_data_parallel_group())
         return int(total.item()) // self.plan.strategy.context
@@ -176,7 +184,7 @@ def build_causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Copies, contiguous: a checkpoint has flat views of them."""
+    """Return (module, name, contiguous copy) of each buffer; checkpoints need flat views."""
     named = (
         (m, name, buffer)
         for m in module.modules()
@@ -191,8 +199,7 @@ def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
 
 
 class DataParallelTrainer(DeepSpeedTrainer):
-    """The Hugging Face model itself under DeepSpeedEngine: ZeRO 0 to 3, tensor-parallel layers, no
-    pipeline."""
+    """Train the model itself under DeepSpeedEngine, with ZeRO 0 to 3 and tensor parallelism."""
 
     def __init__(
         self,
@@ -224,8 +231,10 @@ class DataParallelTrainer(DeepSpeedTrainer):
     def _shard_and_load(
         self, model: nn.Module, config: dict[str, Any], filler: WeightLoader, experts: ExpertSharder
     ) -> None:
-        """A decoder layer at a time, and then the rest. At ZeRO-3 each is partitioned before the
-        next is read."""
+        """Shard and load a decoder layer at a time, then the rest.
+
+        At ZeRO-3 each is partitioned before the next is read.
+        """
         plan, stack = self.plan, self.plan.model.cut.stack
         splits = splits_of_local_experts(plan) if plan.strategy.tensor > 1 else ()
         splitter = TensorSplitter(
@@ -238,8 +247,8 @@ class DataParallelTrainer(DeepSpeedTrainer):
             for split in splits:
                 of_a_layer = split.module.startswith(stack + ".")
                 if (split.module + ".").startswith(path + ".") if path else not of_a_layer:
-                    # By the module's own names: a parameter that it shares may be listed under
-                    # another module's.
+                    # By the module's own names: a shared parameter may be listed under another
+                    # module's.
                     own = [
                         name
                         for name, _ in model.get_submodule(split.module).named_parameters(
@@ -256,7 +265,7 @@ class DataParallelTrainer(DeepSpeedTrainer):
                 self._partition(model.get_submodule(path), config)
 
     def _partition(self, module: nn.Module, config: dict[str, Any]) -> None:
-        """As DeepSpeed's engine does with a whole model (zero/parameter_offload.py,
+        """Partition a module as DeepSpeed does with a whole model (zero/parameter_offload.py,
         _convert_to_zero_parameters)."""
         dtype = DTYPES[self.plan.training.precision]
         for parameter in module.parameters():
@@ -319,7 +328,7 @@ class DataParallelTrainer(DeepSpeedTrainer):
         )
 
     def _zero0_grad_norm(self) -> float:
-        """DeepSpeed keeps no norm at ZeRO-0 in fp32, and none at all without clipping."""
+        """Return the gradient norm that DeepSpeed lacks at ZeRO-0 in fp32 or without clipping."""
         first = self.grid.get_slice_parallel_rank() == 0
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for p in self.engine.module.parameters():
@@ -329,18 +338,18 @@ class DataParallelTrainer(DeepSpeedTrainer):
         return math.sqrt(total.item())
 
 
-# A step over pairs of pictures and captions, under DeepSpeed's own engine.
+# A step over pairs of images and captions, under DeepSpeed's own engine.
 
 
 class ContrastiveTrainer(DataParallelTrainer):
-    """One micro-batch a step: its loss compares the pairs of all data ranks with each other."""
+    """Train on one micro-batch a step, whose loss compares the pairs of all data ranks."""
 
     def _prepare_loss(self, model: nn.Module) -> None:
         super()._prepare_loss(model)
         wrap_contrastive_loss(model, self.plan.model.cut.loss, self.grid.get_data_parallel_group())
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
-        """There are no labels to count."""
+        """Set the learning rate; there are no labels to count."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
@@ -354,7 +363,7 @@ class ContrastiveTrainer(DataParallelTrainer):
 
 
 class PipelineTrainer(DeepSpeedTrainer):
-    """PipelineModule x tensor-parallel layers x ZeRO-1, 1F1B or DualPipeV."""
+    """Train a PipelineModule with tensor-parallel layers and ZeRO-1, by 1F1B or DualPipeV."""
 
     def __init__(
         self,
@@ -397,7 +406,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         return loss, predicted
 
     def _pipeline_inputs(self, whole: list[MicroBatch]) -> list[tuple[Any, torch.Tensor]]:
-        """(what the first stage takes, labels) of each."""
+        """Return (input of the first stage, labels) of each micro-batch."""
         pieces = [self.context_shard(m) for m in whole]
         self.engine.module.begin(pieces)
         if self.plan.model.task_traits.has_images:
@@ -418,10 +427,11 @@ class PipelineTrainer(DeepSpeedTrainer):
 
 
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
-    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups
-    exist already.
+    """Build the model, shard it by the plan and give it to the plan's DeepSpeed engine.
 
-    resumes: a checkpoint is loaded next, so that no weights are read or drawn.
+    The process groups exist already.
+
+    resumes: a checkpoint is loaded next, so no weights are read or initialized
     """
     patch_deepspeed()
     model, weights = open_model(plan, folder, resumes=resumes)
@@ -429,7 +439,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     scalars_to_vectors(model)
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     at = plan.ranks[dist.get_rank()]
-    # Before the adapters, which have their values: it knows the parameters by Hugging Face's names.
+    # Built before the adapters are added: it knows the parameters by Hugging Face's names.
     filler = WeightLoader(
         model,
         weights,
@@ -456,7 +466,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
 
 
 def _context_group(plan: Plan) -> Any:
-    """Collective: each rank makes all of the groups. Its own, or None."""
+    """Build every context group, as each rank must; return this rank's, or None. Collective."""
     if plan.strategy.context == 1:
         return None
     members: dict[tuple[int, ...], list[int]] = {}

@@ -1,5 +1,6 @@
-"""ds_config.json: what DeepSpeed is told. Model sharding is not in it: the runtime's layers are
-sharded already.
+"""Write ds_config.json, and check the recipe's `extra`.
+
+It has no tensor parallelism: the runtime's layers are sharded already.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
 # The recipe's `extra`: more of DeepSpeed's keys, merged into ds_config.json where the plan decides
 # nothing.
 
-
 EXTRA_KEYS_ALLOWED: tuple[str, ...] = (
-    # what a run tells
+    # logging and profiling
     "wall_clock_breakdown",
     "memory_breakdown",
     "dump_state",
@@ -46,7 +46,7 @@ EXTRA_KEYS_ALLOWED: tuple[str, ...] = (
     "tensorboard",
     "wandb",
     "csv_monitor",
-    # how it moves its bytes
+    # communication and buffers
     "aio",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
@@ -61,7 +61,7 @@ EXTRA_KEYS_ALLOWED: tuple[str, ...] = (
     "zero_optimization.leaf_module",
     "zero_optimization.log_trace_cache_warnings",
     "zero_optimization.enable_sanity_checks",
-    # how fp16 finds its scale
+    # fp16's loss scale
     "fp16.loss_scale",
     "fp16.initial_scale_power",
     "fp16.loss_scale_window",
@@ -69,21 +69,22 @@ EXTRA_KEYS_ALLOWED: tuple[str, ...] = (
     "fp16.consecutive_hysteresis",
     "fp16.min_loss_scale",
 )
-"""Keys and sections that change neither what is trained nor what the plan says of memory and layout
-by more than their own buffers. `make prove` trains with each, saves, and goes on on another layout
-(tests/launch/test_extra_ds_config_keys.py)."""
+"""Lists keys and sections that change neither training nor the plan's layout and memory.
+
+They change memory by their own buffers at most. `make prove` trains with each, saves and resumes on
+another layout (tests/launch/test_extra_ds_config_keys.py).
+"""
 
 EXTRA_KEYS_REFUSED: dict[str, str] = {
-    "zero_optimization.round_robin_gradients": "DeepSpeed then keeps the optimizer's masters in "
-    "another order than it "
-    "says, so that checkpoints and exports would hold weights under wrong names",
+    "zero_optimization.round_robin_gradients": "DeepSpeed then stores the optimizer's masters in "
+    "another order than it reports, so checkpoints and exports would hold weights under wrong "
+    "names",
     "zero_optimization.stage3_module_granularity_threshold": "a module that DeepSpeed then gathers "
-    "as one keeps "
-    "gradients that ZeRO-3's optimizer does not expect: the first step fails on a CPU, and no GPU "
-    "has tried it",
-    "comet": "nobody has tried it with checkpoints; `tracking` and the other monitors have been",
+    "at once keeps gradients that ZeRO-3's optimizer does not expect: the first step fails on a "
+    "CPU, and it was not tested on GPUs",
+    "comet": "it was not tested with checkpoints; `tracking` and the other monitors were",
 }
-"""Keys that change nothing by DeepSpeed's word, and why they may not stand here all the same."""
+"""Maps keys that DeepSpeed documents as neutral to the reason why `extra` may not hold them."""
 
 KEYS_SET_BY_RECIPE: dict[str, str] = {
     "train_batch_size": "training.global_batch_size",
@@ -105,12 +106,14 @@ KEYS_SET_BY_RECIPE: dict[str, str] = {
     "activation_checkpointing": "parallelism.activation_checkpointing",
     "checkpoint": "checkpoint",
 }
-"""Key or section of ds_config.json -> the recipe's key that decides it."""
+"""Maps a key or section of ds_config.json to the recipe's key that decides it."""
 
 
 def extra_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """Each key of `extra` that DeepSpeed does not know, takes another type for, or that is not
-    free, once."""
+    """Return SW1214 to SW1217 for keys of `extra`, each key once.
+
+    A key is unknown to DeepSpeed, has a value of another type, or is decided by the recipe.
+    """
     found = {
         misfit.path: _misfit(misfit)
         for misfit in schema_mismatches(recipe.extra, ds_config_schema())
@@ -125,7 +128,7 @@ def extra_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 
 def merge_ds_config(base: JsonObject, extra: JsonObject) -> JsonObject:
-    """`extra` over `base`, section by section."""
+    """Merge `extra` over `base`, section by section."""
     result: dict[str, JsonValue] = dict(base)
     for key, value in extra.items():
         below = result.get(key)
@@ -164,7 +167,8 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
     refused = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_REFUSED), None)
     if refused is not None:
         message = (
-            f"extra.{refused}: compile does not pass this key on: {EXTRA_KEYS_REFUSED[refused]}"
+            f"extra.{refused}: compile does not pass this key to DeepSpeed: "
+            f"{EXTRA_KEYS_REFUSED[refused]}"
         )
         return _error("SW1215", path, message, "Remove it.")
     allowed = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_ALLOWED), None)
@@ -182,10 +186,10 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
             "SW1215",
             path[:1],
             (
-                f"extra.{path[0]}: compile does not pass this section on: it changes what is "
-                "trained, unseen by the plan"
+                f"extra.{path[0]}: compile does not pass this section to DeepSpeed: it changes "
+                "training, and the plan does not account for it"
             ),
-            "Remove it. What may stand here: monitoring, profiling, and sizes of buffers.",
+            "Remove it. `extra` takes monitoring, profiling, and sizes of buffers.",
         )
     return _error(
         "SW1214",
@@ -194,7 +198,7 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
             f"extra.{'.'.join(path)}: this key of ds_config.json follows from the recipe's "
             f"{KEYS_SET_BY_RECIPE[decided]}"
         ),
-        f"Remove it, and set {KEYS_SET_BY_RECIPE[decided]} where the plan should be another.",
+        f"Remove it, and set {KEYS_SET_BY_RECIPE[decided]} instead.",
         (KEYS_SET_BY_RECIPE[decided],),
     )
 
@@ -208,7 +212,7 @@ _TYPES = {
 
 
 def _misfit(misfit: SchemaMismatch) -> Diagnostic:
-    """What is unknown to DeepSpeed, or of another type, choice or range than it takes."""
+    """Return SW1216 for a key that DeepSpeed lacks, SW1217 for a value that it does not accept."""
     name = ".".join(map(str, ("extra", *misfit.path)))
     if misfit.kind == "unknown":
         known = sorted(cast("Mapping[str, JsonValue]", misfit.schema.get("properties", {})))
@@ -232,7 +236,7 @@ def _misfit(misfit: SchemaMismatch) -> Diagnostic:
         return _error(
             "SW1217",
             misfit.path,
-            f"{name}: {misfit.value!r} is none of its values",
+            f"{name}: {misfit.value!r} is not a valid value",
             "Choose one.",
             choices,
         )
@@ -262,13 +266,13 @@ def _error(
 
 
 def zero_section(strategy: Layout, *, numel: int, is_cpu: bool) -> JsonObject:
-    """DeepSpeed's own defaults are written out where a run depends on them.
+    """Return zero_optimization, with DeepSpeed's own defaults written out where a run depends on
+    them.
 
-    numel: parameters of the fullest rank's part of the model. A gradient bucket, which is allocated
-    whole, is not larger than that; the cost model counts it so.
+    numel: parameters on the rank that has the most. A gradient bucket is allocated whole and is not
+    larger; the cost model counts it so.
     """
-    # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py); a CPU has no second
-    # stream.
+    # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py); a CPU has no streams.
     overlap = strategy.zero_stage >= 2 and not is_cpu
     if strategy.zero_stage == 0:
         return {"stage": 0}
@@ -282,8 +286,7 @@ def zero_section(strategy: Layout, *, numel: int, is_cpu: bool) -> JsonObject:
     if strategy.zero_stage < 3:
         section["allgather_bucket_size"] = BUCKET_NUMEL
     if strategy.zero_stage == 3:
-        # 0: no parameter stays whole on each rank, so that the plan's bytes per rank are what is
-        # resident.
+        # 0: no parameter stays gathered, so that the plan's bytes per rank are resident.
         section["stage3_param_persistence_threshold"] = 0
         section["stage3_gather_16bit_weights_on_model_save"] = False
         section["stage3_prefetch_bucket_size"] = PREFETCH_NUMEL
@@ -302,17 +305,19 @@ STEPS_PER_PRINT_NEVER = 1_000_000_000
 
 
 OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "AdamW"}
-"""Optimizer of a recipe -> `optimizer.type`."""
+"""Maps a recipe's optimizer to DeepSpeed's `optimizer.type`."""
 
 
 def ds_config(plan: Plan) -> JsonObject:
-    """No `scheduler`: the runtime sets each update's learning rate in closed form (DeepSpeed's
-    WarmupLR warms up on a log curve). No `tensor_parallel`: that would shard the layers a second
-    time.
+    """Return ds_config.json.
+
+    It has no `scheduler`: the runtime sets each update's learning rate in closed form (DeepSpeed's
+    WarmupLR warms up on a log curve). It has no `tensor_parallel`: that would shard the layers a
+    second time.
     """
     strategy, training, optimizer = plan.strategy, plan.training, plan.optimizer
     config: dict[str, JsonValue] = {
-        # To DeepSpeed context ranks are data ranks, each with rows of its own.
+        # To DeepSpeed context ranks are data ranks, each with its own sequences.
         "train_batch_size": training.global_batch_size * strategy.context,
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
@@ -350,18 +355,18 @@ def ds_config(plan: Plan) -> JsonObject:
 
 
 def ds_config_for_user_scripts(plan: Plan) -> JsonObject:
-    """For scripts of the user's own: without hpZ, whose groups are wrong where DeepSpeed makes them
-    itself (decision
-    019)."""
+    """Return ds_config without hpZ, whose groups DeepSpeed alone builds wrong (decision 019)."""
     return ds_config(
         replace(plan, zero={key: value for key, value in plan.zero.items() if key != HPZ})
     )
 
 
 def validated_ds_config(config: JsonObject) -> JsonObject:
-    """`config` itself. Raises ValueError, for it is our own doing, where DeepSpeed would not take
-    it, or would ignore a key: against its models and, for the sections that it leaves loose, a
-    strict schema of ours."""
+    """Return `config`. Raise ValueError where DeepSpeed would refuse it or ignore a key.
+
+    It is checked against DeepSpeed's models and, for sections that those leave loose, our own
+    strict schema.
+    """
     wrong = [
         f"{misfit.kind} {'.'.join(map(str, misfit.path))}"
         for misfit in schema_mismatches(config, ds_config_schema())

@@ -1,11 +1,11 @@
-"""The committed snapshots: one JSON file a DeepSpeed version, written by `make generated` from the
-installed one.
+"""Check ds_config.json against snapshots of DeepSpeed's schema, one JSON file a version.
 
-A property is a small JSON Schema: type, enum, minimum and its kin, properties, items. Words of its
-own: `checked` (a pydantic model of DeepSpeed reads the section: unknown keys raise, numbers in text
-are converted), `any_case`, `exact` (0 and 1 are no booleans), `deprecated` (by which key),
-`same_as` (the other name of a key), `open` (any keys), `auto` (the text "auto" is a value of
-DeepSpeed's own). An empty type is anything; `python` is nothing that a file can hold.
+`make generated` writes a snapshot from the installed DeepSpeed. A property is a small JSON Schema:
+type, enum, minimum and its kin, properties, items. It has keywords of its own: `checked` (a
+pydantic model of DeepSpeed reads the section: unknown keys raise, numbers in text are converted),
+`any_case`, `exact` (0 and 1 are no booleans), `deprecated` (by which key), `same_as` (the other
+name of a key), `open` (any keys), `auto` (the text "auto" is a value of DeepSpeed's own). An empty
+type is anything; `python` is nothing that a file can hold.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ NEWEST = "0.19.8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DsConfigSchema:
-    """What one DeepSpeed version takes.
+    """Describe what one DeepSpeed version accepts.
 
-    schema: of the whole document. removed: dotted keys that it refuses because the feature is gone.
+    schema: of the whole document
+    removed: dotted keys that are refused because the feature is gone
     optimizers, schedulers: name -> {"params": names or None (unknown), "required": names, "zero" or
-    "own": flag}. optimizer_values, scheduler_values: the properties of their `params`.
+        "own": flag}
+    optimizer_values, scheduler_values: the properties of their `params`
     """
 
     version: str
@@ -43,6 +45,7 @@ class DsConfigSchema:
 
 @functools.cache
 def ds_config_schema(version: str = NEWEST) -> DsConfigSchema:
+    """Read the snapshot of a DeepSpeed version."""
     folder = resources.files("shardwright.engines.deepspeed.ds_config_schemas")
     table = cast(
         "dict[str, JsonValue]", json.loads(folder.joinpath(f"{version}.json").read_text("utf-8"))
@@ -58,10 +61,6 @@ def ds_config_schema(version: str = NEWEST) -> DsConfigSchema:
     )
 
 
-# A ds_config document against a snapshot: every unknown key and every value of another type,
-# choice or range.
-
-
 Path = tuple[str | int, ...]
 AUTO = "auto"
 
@@ -72,10 +71,11 @@ FALSE_WORDS = frozenset({"false", "no", "off", "f", "n", "0"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaMismatch:
-    """kind: unknown (a key), type, text (a number or boolean written as text), choice, range, auto.
+    """Describe a value or key that the schema does not accept.
 
-    schema: of the value; for an unknown key, of the section that it stands in.
-    checked: DeepSpeed's own model reads the section.
+    kind: unknown (a key), type, text (a number or boolean written as text), choice, range, auto
+    schema: of the value; for an unknown key, of its section
+    checked: DeepSpeed's own model reads the section
     """
 
     kind: Literal["unknown", "type", "text", "choice", "range", "auto"]
@@ -86,8 +86,11 @@ class SchemaMismatch:
 
 
 def schema_mismatches(document: JsonObject, snapshot: DsConfigSchema) -> tuple[SchemaMismatch, ...]:
-    """In document order. optimizer.params and scheduler.params are checked by their values' types
-    only: which names are known depends on the optimizer and scheduler."""
+    """Return the mismatches in document order.
+
+    optimizer.params and scheduler.params are checked by their values' types alone: which names are
+    known depends on the optimizer and scheduler.
+    """
     found = list(_section(document, snapshot.schema, ()))
     for name, values in (
         ("optimizer", snapshot.optimizer_values),
@@ -133,12 +136,12 @@ def _section(value: JsonObject, schema: JsonObject, path: Path) -> Iterator[Sche
 
 
 def properties(schema: JsonObject) -> Mapping[str, JsonObject]:
-    """The keys of a section and their schemas."""
+    """Return the keys of a section and their schemas."""
     return cast("Mapping[str, JsonObject]", schema.get("properties", {}))
 
 
 def is_comment_key(key: str) -> bool:
-    """A comment in a language that has none: "_comment", "//", "#"."""
+    """Return whether the key is a comment in a language that has none: "_comment", "//", "#"."""
     return key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments")
 
 
@@ -180,7 +183,10 @@ def _value(
 
 
 def has_json_type(value: JsonValue, name: str, *, exact: bool = False) -> bool:
-    """A whole float is an integer (1e9): so does DeepSpeed read it. 0 and 1 do for booleans."""
+    """Return whether a value has the JSON type.
+
+    As DeepSpeed reads them, a whole float (1e9) is an integer, and 0 and 1 are booleans.
+    """
     if name == "boolean":
         return isinstance(value, bool) or (not exact and isinstance(value, int) and value in (0, 1))
     if isinstance(value, bool):
@@ -199,7 +205,7 @@ def has_json_type(value: JsonValue, name: str, *, exact: bool = False) -> bool:
 
 
 def number_or_bool_from_text(text: str, types: list[str]) -> int | float | bool | None:
-    """The number or boolean that `text` spells, if one of `types` takes it."""
+    """Return the number or boolean that `text` spells, if one of `types` accepts it."""
     if "integer" in types or "number" in types:
         try:
             number = float(text)
@@ -225,5 +231,6 @@ _LIMITS = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le, "exclusiveMaxim
 
 
 def in_range(value: int | float, schema: JsonObject) -> bool:
+    """Return whether a number is within the schema's limits."""
     limits = ((within, schema.get(word)) for word, within in _LIMITS.items())
     return all(within(value, limit) for within, limit in limits if isinstance(limit, int | float))

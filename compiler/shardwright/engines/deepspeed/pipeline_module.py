@@ -1,8 +1,6 @@
-"""The pipeline module: one LayerSpec for the embedding, each decoder layer and the head, with the
-plan's own cut.
+"""Build the PipelineModule: a LayerSpec for the embedding, each decoder layer and the head.
 
-Between the pieces of one stage goes a State; engines/deepspeed/pipeline_module.py turns it into
-what crosses to the next one.
+Layers of one stage pass a State; StagePacker turns it into what crosses to the next stage.
 """
 
 from __future__ import annotations
@@ -38,13 +36,11 @@ from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 
-# What crosses stages, as DeepSpeed's PipelineEngine takes it: a tensor or a tuple of tensors of
-# constant shapes.
+# What crosses stages, as PipelineEngine requires it: tensors of constant shapes.
 #
-# Hidden states alone, or with the position ids where documents are packed. Where the model has a
-# payload, everything is packed into two flat tensors, one floating and one integer: the engine asks
-# a
-# gradient for every floating tensor and runs one backward pass for each (pipe/engine.py,
+# Hidden states cross alone, or with the position ids where documents are packed. A model's payload
+# is packed with them into two flat tensors, one floating and one integer: the engine requires a
+# gradient of every floating tensor and runs one backward pass for each (pipe/engine.py,
 # _exec_backward_pass), and the payload's rotary tables have none.
 
 
@@ -61,17 +57,19 @@ STATE_DTYPES = (
 
 
 class StatePacker:
-    """Of one way into a stage, or out of one: shapes are read from the first micro-batch and
-    kept."""
+    """Pack what enters or leaves a stage; shapes are read from the first micro-batch."""
 
     def __init__(self) -> None:
         self._header: torch.Tensor | None = None
         self._layout: list[tuple[torch.dtype, tuple[int, ...]] | None] | None = None
 
     def pack(self, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        """The floating tensor in the widest dtype of its parts, so that none loses a bit; the
-        integer one begins with the header: its length, and per part its dtype, number of dimensions
-        and shape (dtype -1: there is none)."""
+        """Return (floating, integer) tensors.
+
+        The floating tensor has the widest dtype of its parts, so that no bit is lost. The integer
+        tensor begins with a header: its length, and per part its dtype, number of dimensions and
+        shape (dtype -1: absent).
+        """
         parts = (state.hidden, state.position_ids, *state.payload)
         if self._header is None:
             numbers = [n for part in parts for n in _description(part)]
@@ -119,14 +117,14 @@ def _layout(numbers: list[int]) -> list[tuple[torch.dtype, tuple[int, ...]] | No
     return layout
 
 
-# What the stages of a model that sees look up.
+# The batches of a vision-language model in a pipeline.
 #
 # Every pipeline rank has the batch of its data rank. A micro-batch's number crosses with the hidden
-# states, and each stage finds its ids and where its pictures stand by it.
+# states, and each stage finds the ids and the images' places by it.
 
 
 class PipelineImageBatches:
-    """batches: those whose numbers cross now, on every stage the same."""
+    """Hold the micro-batches whose numbers cross stages now, the same on every stage."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.batches: list[MicroBatch] = []
@@ -137,7 +135,10 @@ class PipelineImageBatches:
         self._shown: tuple[MicroBatch, Batch] | None = None
 
     def batch(self, number: torch.Tensor) -> Batch:
-        """What every piece is shown of the micro-batch. number: (1,)."""
+        """Return the integer inputs of a micro-batch, on the device.
+
+        number: (1,)
+        """
         self._current = micro_batch = self.batches[int(number.item())]
         if self._shown is None or self._shown[0] is not micro_batch:
             integers = {
@@ -151,7 +152,7 @@ class PipelineImageBatches:
         return self._shown[1]
 
     def embed(self, skeleton: Skeleton, state: State) -> State:
-        """The embedding's piece: state holds the ids in the place of hidden states."""
+        """Embed text and images; `state` holds token ids in the place of hidden states."""
         micro_batch = self._current
         assert micro_batch is not None
         beside = inputs_on_device(micro_batch.beside, self._device, self._dtype)
@@ -162,8 +163,10 @@ class PipelineImageBatches:
 
 
 class StageBuilder:
-    """The skeleton and the plan, shared by the pieces of one rank; `group` is set once DeepSpeed's
-    grid exists."""
+    """Share the skeleton and the plan between the pipeline layers of one rank.
+
+    group: the tensor-parallel group, set once DeepSpeed's grid exists
+    """
 
     def __init__(
         self, model: nn.Module, plan: Plan, filler: WeightLoader, experts: ExpertSharder
@@ -185,8 +188,7 @@ class StageBuilder:
         self._splitter: TensorSplitter | None = None
 
     def own(self, layer: str) -> list[str]:
-        """Paths of the modules (and single parameters) of `layer`, cut by tensor parallelism where
-        the plan says so."""
+        """Load and shard a pipeline layer; return the paths of its modules and bare parameters."""
         model, plan = self.skeleton.model, self.plan
         if layer not in ("embedding", "head"):
             self.filler.fill([layer])
@@ -198,8 +200,7 @@ class StageBuilder:
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
         self.filler.fill(modules)
-        # The embedding before a head that is tied to it: the head takes the slice that the
-        # embedding made.
+        # The embedding comes before a head that is tied to it, which takes the embedding's shard.
         self._cut(
             [m for m in self._splits if m.module in modules or m.style == f"vocabulary_{layer}"]
         )
@@ -224,8 +225,10 @@ class StageBuilder:
 
 
 class SequenceLengthQueue:
-    """The row lengths of a step's micro-batches for each stage that this rank runs. A stage takes
-    the micro-batches of its data rank in order, so it finds them by counting."""
+    """Hold the sequence lengths of a step's micro-batches, for each stage that this rank runs.
+
+    A stage takes the micro-batches of its data rank in order, so it finds them by counting.
+    """
 
     def __init__(self) -> None:
         self._of_batches: list[torch.Tensor | None] = []
@@ -235,19 +238,24 @@ class SequenceLengthQueue:
         self._of_batches, self._taken = [m.lengths for m in micro_batches], Counter()
 
     def enter(self, stage: int) -> None:
-        """The next micro-batch enters the stage that begins with layer `stage`."""
+        """Set the lengths of the next micro-batch for the stage that begins with layer `stage`."""
         at = self._taken[stage]
         self._taken[stage] += 1
         SEQUENCE_LENGTHS.current = self._of_batches[at] if self._of_batches else None
 
 
 class PipelineLayer(nn.Module):
-    """One pipeline layer. Its modules are registered under their Hugging Face paths, so state dicts
-    speak HF names."""
+    """Hold one pipeline layer.
+
+    Its modules are registered under their Hugging Face paths, so state dicts have HF names.
+    """
 
     def __init__(self, stage: StageBuilder, layer: str, index: int) -> None:
-        """layer: "embedding", "head" or the decoder layer's path; index: the decoder layer's
-        number."""
+        """Load the layer's modules.
+
+        layer: "embedding", "head" or the decoder layer's path
+        index: the decoder layer's number
+        """
         super().__init__()
         self.layer = layer
         self.index = index
@@ -256,8 +264,11 @@ class PipelineLayer(nn.Module):
             _register(self, path, stage.skeleton.model)
 
     def forward(self, state: State) -> State | torch.Tensor:
-        """The embedding takes token ids as the hidden states; the head gives logits, or the base
-        model's hidden states where the loss makes logits of them chunk by chunk."""
+        """Run the layer.
+
+        The embedding takes token ids as hidden states. The head returns logits, or the base model's
+        hidden states where the loss computes logits chunk by chunk.
+        """
         skeleton, tail, seen = self._stage[0].skeleton, self._stage[0].tail, self._stage[0].seen
         if self.layer == "embedding" and seen is not None:
             return seen.embed(skeleton, state)
@@ -271,7 +282,7 @@ class PipelineLayer(nn.Module):
 
 
 def _register(piece: nn.Module, path: str, model: nn.Module) -> None:
-    """`path` of the model, a module or a parameter, under the same path of the piece."""
+    """Register the model's module or parameter at `path` under the same path of `piece`."""
     *parents, leaf = path.split(".")
     owner = model.get_submodule(".".join(parents))
     at = piece
@@ -286,8 +297,10 @@ def _register(piece: nn.Module, path: str, model: nn.Module) -> None:
 
 
 class HfPipelineModule(PipelineModule):
-    """PipelineModule with the plan's partition, Hugging Face's parameter names, and tied parameters
-    by name."""
+    """Build a PipelineModule with the plan's partition and Hugging Face's names for parameters.
+
+    Tied parameters are found by name.
+    """
 
     def __init__(self, stage: StageBuilder, loss_fn: Callable[..., torch.Tensor]) -> None:
         plan = stage.plan
@@ -324,8 +337,8 @@ class HfPipelineModule(PipelineModule):
         if last == self._last_spec:
             return out  # type: ignore[no-any-return]
         if not out.hidden.requires_grad and torch.is_grad_enabled():
-            # Nothing before here is trained: DeepSpeed asks a gradient of what crosses all the
-            # same.
+            # Nothing before this stage is trained, but DeepSpeed requires a gradient of what
+            # crosses.
             out = replace(out, hidden=out.hidden.detach().requires_grad_())
         if number is not None:
             out = replace(out, position_ids=number)
@@ -334,12 +347,15 @@ class HfPipelineModule(PipelineModule):
         return out.hidden if out.position_ids is None else (out.hidden, out.position_ids)
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """The micro-batches that this rank's stages take from now on, in their order."""
+        """Set the micro-batches that this rank's stages take from now on, in order."""
         self.__dict__["stage_model"].lengths.begin(micro_batches)
 
     def train(self, mode: bool = True) -> HfPipelineModule:
-        """Switch the whole model between training and evaluation: modules without parameters, and
-        the base model, whose forward may drop out by itself, are in no piece."""
+        """Switch the whole model between training and evaluation.
+
+        No pipeline layer holds the modules without parameters or the base model, whose forward may
+        have dropout of its own.
+        """
         super().train(mode)
         self.__dict__["stage_model"].skeleton.model.train(mode)
         return self
@@ -347,8 +363,7 @@ class HfPipelineModule(PipelineModule):
     def register_image_batches(
         self, micro_batches: Sequence[MicroBatch]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of a model that sees: the micro-batches whose numbers cross stages from now on, as
-        DeepSpeed takes them."""
+        """Set the micro-batches whose numbers cross stages now; return DeepSpeed's inputs."""
         seen: PipelineImageBatches = self.__dict__["stage_model"].seen
         seen.batches = list(micro_batches)
         return [(m.input_ids, torch.tensor([number])) for number, m in enumerate(micro_batches)]
@@ -358,12 +373,13 @@ class HfPipelineModule(PipelineModule):
         return self.__dict__["stage_model"].tail  # type: ignore[no-any-return]
 
     def _packing(self, way: str) -> StatePacker:
-        """DualPipeV has two stages a rank, so the stage's first layer is in the key."""
+        """Return the packer of one direction; DualPipeV has two stages a rank, so the key has the
+        stage."""
         return self._packings.setdefault((way, self._local_start), StatePacker())
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        # DeepSpeed's methods know no cost but parameters. The grid exists by now: take the tensor
-        # group from it.
+        # DeepSpeed's methods know no cost but parameters. The grid exists by now, and has the
+        # tensor group.
         stage: StageBuilder = self.__dict__["stage_model"]
         stage.group = self._grid.get_slice_parallel_group()
         self.parts = list(stage.plan.boundaries)
@@ -372,13 +388,15 @@ class HfPipelineModule(PipelineModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Hugging Face's names: the piece's number in front is dropped."""
+        """Yield parameters by Hugging Face's names, without the pipeline layer's number."""
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield prefix + ("." if prefix else "") + name.split(".", 1)[1], parameter
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Groups over the pipeline ranks that hold a copy of each tied parameter; the first one
-        counts it."""
+        """Build groups over the pipeline ranks that hold a copy of each tied parameter.
+
+        The first rank of a group counts the parameter.
+        """
         plan, comms = self.__dict__["stage_model"].plan, {}
         mine = dict(self.named_parameters())
         embedding, head = self.stage_owner(0), self.stage_owner(len(self._layer_specs) - 1)
@@ -417,7 +435,7 @@ class HfPipelineModule(PipelineModule):
 
 
 class HfDualPipeVModule(DualPipeVModule, HfPipelineModule):
-    """The same, cut into two stages a pipeline rank, for DeepSpeed's DualPipeV schedule."""
+    """Split the model into two stages a pipeline rank, for DeepSpeed's DualPipeV schedule."""
 
 
 def build_pipeline(
@@ -429,7 +447,7 @@ def build_pipeline(
     filler: WeightLoader,
     experts: ExpertSharder,
 ) -> HfPipelineModule:
-    """The module of this rank; every parameter of other stages is freed."""
+    """Build this rank's module; parameters of other stages are freed."""
     patch_forwards(model)
     stage = StageBuilder(model, plan, filler, experts)
     kind = HfDualPipeVModule if plan.strategy.schedule == "dualpipev" else HfPipelineModule

@@ -1,4 +1,4 @@
-"""A plan as arguments of Megatron's TransformerConfig."""
+"""Write a plan as arguments of Megatron's TransformerConfig and of pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _KINDS = {"embedding": "embedding", "head": "loss"}
 
 
 def stage_layers(plan: Plan) -> list[list[str]]:
-    """pipeline_model_parallel_layout: of each stage its layers' kinds. Stage s is chunk s //
-    pipeline of pipeline rank s % pipeline
-    (megatron/core/transformer/pipeline_parallel_layer_layout.py:45)."""
+    """Return pipeline_model_parallel_layout: each stage's layer kinds.
+
+    Stage s is chunk s // pipeline of pipeline rank s % pipeline
+    (megatron/core/transformer/pipeline_parallel_layer_layout.py:45).
+    """
     return [[_KINDS.get(name, "decoder") for name in stage.layers] for stage in plan.stages]
 
 
 def parallel_settings(plan: Plan) -> dict[str, Any]:
+    """Return the layout's arguments of TransformerConfig."""
     import torch
 
     from shardwright.parallel.model_loading import DTYPES
@@ -41,10 +44,10 @@ def parallel_settings(plan: Plan) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": s.virtual_stages if s.virtual_stages > 1 else None,
         "pipeline_model_parallel_layout": stage_layers(plan) if piped else None,
         "pipeline_dtype": dtype if piped else None,
-        # With batched sends two ranks of an interleaved pipeline would take each other's.
+        # With batched sends two ranks of an interleaved pipeline would mix up their tensors.
         "overlap_p2p_comm": s.virtual_stages > 1,
         "batch_p2p_comm": piped and s.virtual_stages == 1 and not plan.is_cpu,
-        # gloo sends a buffer after the call that hands it over has returned.
+        # gloo sends a buffer after the sending call has returned.
         "deallocate_pipeline_outputs": piped and not plan.is_cpu,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -53,8 +56,11 @@ def parallel_settings(plan: Plan) -> dict[str, Any]:
 
 
 def recompute_settings(plan: Plan) -> dict[str, Any]:
-    """Megatron counts the recomputed layers of each chunk from its first
-    (megatron/core/transformer/transformer_block.py)."""
+    """Return the recomputation arguments.
+
+    Megatron counts the recomputed layers of each chunk from its first layer
+    (megatron/core/transformer/transformer_block.py).
+    """
     choice = plan.strategy.activation_checkpointing
     if choice == "none":
         return {}
@@ -70,17 +76,15 @@ def recompute_settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-# A plan as arguments of Megatron-LM's own pretrain_gpt.py: megatron_args.sh, for those who train
-# with its script.
+# megatron_args.sh: a plan as arguments of Megatron-LM's own pretrain_gpt.py, for its users.
 #
 # Option names are those of the tag core_v0.19.0, megatron/training/arguments.py
 # (lint/megatron_options.json has them).
 
-
 _LAYER_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L"}
 _CURVES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 _NAMES = {"layernorm_epsilon": "norm-epsilon", "num_moe_experts": "num-experts"}
-"""TransformerConfig's field -> its option, where that is not the same word."""
+"""Maps a field of TransformerConfig to its option, where the two differ."""
 _SWITCHES = {
     "add_qkv_bias": "--add-qkv-bias",
     "qk_layernorm": "--qk-layernorm",
@@ -95,24 +99,26 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Written into its formula: megatron/core/models/common/embeddings/rotary_pos_embedding.py:90
-(0.16.1)."""
+"""Lists the constants of Megatron's llama3 rope
+(megatron/core/models/common/embeddings/rotary_pos_embedding.py:90, 0.16.1)."""
 
 Option = tuple[str, ...]
-"""The option and its values."""
+"""Holds an option and its values."""
 
 
 class MissingOption(Exception):
-    """What of the model pretrain_gpt.py cannot be told. The text begins with the key and its
-    value."""
+    """Report what of the model pretrain_gpt.py has no option for.
+
+    The text begins with the key and its value.
+    """
 
 
 def arguments_file(
     plan: Plan, config: JsonObject
 ) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-    """The file, or SW2055 where the script has no option for what the model is."""
+    """Return megatron_args.sh, or SW2055 where the script has no option for the model."""
     if plan.is_cpu:
-        return {}, ()  # the script wants a GPU
+        return {}, ()  # the script requires a GPU
     try:
         groups = {
             "the model": [*_model_options(plan, config)],
@@ -125,8 +131,8 @@ def arguments_file(
             message=f"no {ARGUMENTS_FILE}: Megatron-LM's pretrain_gpt.py has no option for {error}",
             severity="warning",
             help=(
-                "`shardwright run` trains it all the same: train.py takes the value from the "
-                "model's configuration."
+                "`shardwright run` trains the model all the same: train.py reads the value from "
+                "the model's configuration."
             ),
         )
         return {}, (diagnostic,)
@@ -200,8 +206,11 @@ def _positions(config: Any, length: int) -> int:
 
 
 def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
-    """Its fused GELU is the one by tanh, the other is not
-    (megatron/core/fusions/fused_bias_gelu.py)."""
+    """Yield the activation's options.
+
+    Megatron's fused GELU is the tanh one, the other is not
+    (megatron/core/fusions/fused_bias_gelu.py).
+    """
     name = getattr(config, "hidden_act", None) or config.activation_function
     slope = getattr(config, "swiglu_alpha", None)
     if gated and slope is not None:
@@ -225,14 +234,15 @@ def _rope(config: Any) -> Iterator[Option]:
         raise MissingOption(f"rope_theta {base}: --rotary-base takes whole numbers")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise MissingOption(
-            f"partial_rotary_factor {rope['partial_rotary_factor']} of a kind that is proved here"
+            f"partial_rotary_factor {rope['partial_rotary_factor']}: no model type with it is "
+            "verified"
         )
     yield from (("--position-embedding-type", "rope"), ("--rotary-base", str(int(base))))
     if kind == "llama3":
         for key, value in _LLAMA_3.items():
             if rope.get(key) != value:
                 raise MissingOption(
-                    f"{key} {rope.get(key)} of a llama3 rope: {value} is written into its code"
+                    f"{key} {rope.get(key)} of a llama3 rope: its code has {value} as a constant"
                 )
         yield from (("--use-rope-scaling",), ("--rope-scaling-factor", repr(float(rope["factor"]))))
     elif kind != "default":
@@ -246,7 +256,7 @@ def _training_options(plan: Plan) -> Iterator[Option]:
         ("--micro-batch-size", str(s.micro_batch_size)),
         ("--global-batch-size", str(training.global_batch_size)),
     )
-    if training.steps:  # otherwise the prepared data tells
+    if training.steps:  # otherwise they follow from the prepared data
         yield from (
             ("--train-iters", str(training.steps)),
             ("--lr-decay-iters", str(training.steps)),
@@ -297,7 +307,7 @@ def _parallel_options(plan: Plan) -> Iterator[Option]:
 
 
 def pipeline_layout_text(plan: Plan) -> str:
-    """pipeline_model_parallel_layout as its parser reads it: Et*3|t*4|t*4|t*3,L."""
+    """Return pipeline_model_parallel_layout in its parser's syntax: Et*3|t*4|t*4|t*3,L."""
     stages = []
     for kinds in stage_layers(plan):
         runs = [(_LAYER_LETTERS[kind], len(list(same))) for kind, same in itertools.groupby(kinds)]
@@ -308,17 +318,20 @@ def pipeline_layout_text(plan: Plan) -> str:
 
 
 def _text(value: Any) -> str:
-    """A tuple and a list as its parser evaluates them."""
+    """Return a value as Megatron's parser reads it, tuples and lists included."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return repr(value) if isinstance(value, float) else str(value).replace(" ", "")
 
 
-# From a plan to Megatron-Core's arguments (engines.engine.Lowering).
+# Megatron-Core's Lowering (engine_definition.Lowering).
 
 
 def zero_settings(plan: Plan) -> JsonObject:
-    """distributed_optimizer: Megatron's own word for states that are shared out."""
+    """Return the plan's `zero`.
+
+    distributed_optimizer: Megatron's name for sharded optimizer states
+    """
     stage = plan.strategy.zero_stage
     return {
         "stage": stage,
@@ -327,8 +340,10 @@ def zero_settings(plan: Plan) -> JsonObject:
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-    """megatron_args.sh alone, for a script that is not ours: train.py reads plan.json. Raises
-    Refusal where the model does not compute the same: SW2051 to SW2054."""
+    """Return megatron_args.sh, for users of Megatron's own script; train.py reads plan.json.
+
+    Raises Refusal where the model would compute something else: SW2051 to SW2054.
+    """
     if plan.model.dropout > 0:
         raise refusal(
             "SW2054",

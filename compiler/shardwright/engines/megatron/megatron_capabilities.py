@@ -1,4 +1,4 @@
-"""Megatron-Core's row of the table."""
+"""Define Megatron-Core's row of the engine table."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from shardwright.recipe.literal_types import PartialCheckpointing, Precision
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonScalar
 
-# Names that the compile knows without what stands behind them.
-
-
 ARGUMENTS_FILE = "megatron_args.sh"
 
-# Every key of a recipe under `target: megatron`: it runs, or what is said instead. Of keys that a
-# search may settle, rules.py speaks.
+# Every key of a recipe under `target: megatron`: whether it runs, or why not. The rules below cover
+# keys that a search chooses.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedKey:
-    """value: of a recipe, "given" for a section. allowed: what runs. why: of what does not."""
+    """Describe which values of a recipe's key run.
+
+    value: returns the recipe's value, "given" for a section
+    allowed: the values that run
+    why: why the others do not run
+    """
 
     value: Callable[[Recipe], JsonScalar]
     allowed: tuple[JsonScalar, ...]
@@ -45,23 +47,23 @@ def _given(section: object) -> str | None:
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "adam"}
-"""Optimizer of a recipe -> name of Megatron's `--optimizer`."""
+"""Maps a recipe's optimizer to Megatron's `--optimizer`."""
 
 REFUSED_KEYS: Mapping[str, RefusedKey] = {
     "training.precision": RefusedKey(
         value=lambda r: r.training.precision,
         allowed=PRECISIONS,
-        why="fp16 wants a loss scale that checkpoints of this engine do not hold",
+        why="fp16 needs a loss scale, which checkpoints of this engine do not store",
     ),
     "training.gradient_accumulation_dtype": RefusedKey(
         value=lambda r: r.training.gradient_accumulation_dtype,
         allowed=(None, "fp32"),
-        why="it sums gradients in fp32",
+        why="it accumulates gradients in fp32",
     ),
     "model.loss": RefusedKey(
         value=lambda r: r.model.loss,
         allowed=("auto", "full"),
-        why="its head gives the logits of a whole micro-batch",
+        why="its head computes the logits of a whole micro-batch at once",
     ),
     "model.kernels": RefusedKey(
         value=lambda r: r.model.kernels,
@@ -71,7 +73,7 @@ REFUSED_KEYS: Mapping[str, RefusedKey] = {
     "model.task": RefusedKey(
         value=lambda r: r.model.task,
         allowed=("auto", "causal-lm"),
-        why="it runs no model that sees",
+        why="it does not train vision-language models",
     ),
     "model.freeze": RefusedKey(
         value=lambda r: _given(r.model.freeze), allowed=(None,), why="it trains every parameter"
@@ -79,7 +81,7 @@ REFUSED_KEYS: Mapping[str, RefusedKey] = {
     "model.router_aux_loss": RefusedKey(
         value=lambda r: r.model.router_aux_loss,
         allowed=(None,),
-        why="its hooks are on the routers of Hugging Face's modules",
+        why="the loss needs hooks on the routers of Hugging Face's modules",
     ),
     "model.attention": RefusedKey(
         value=lambda r: r.model.attention,
@@ -89,18 +91,18 @@ REFUSED_KEYS: Mapping[str, RefusedKey] = {
     "training.outer": RefusedKey(
         value=lambda r: _given(r.training.outer),
         allowed=(None,),
-        why="islands were not tried under it",
+        why="islands were not tested with it",
     ),
     "lora": RefusedKey(
         value=lambda r: _given(r.lora),
         allowed=(None,),
-        why="adapters are made for Hugging Face's modules",
+        why="adapters are implemented for Hugging Face's modules",
     ),
     "extra": RefusedKey(
         value=lambda r: _given(r.extra), allowed=(None,), why="they are keys of ds_config.json"
     ),
 }
-"""A recipe's key, by its path -> what of it does not run."""
+"""Maps a recipe's key, by its path, to the values that run."""
 
 SUPPORTED_KEYS: tuple[str, ...] = (
     *("version", "name", "extends", "target", "objective", "cluster", "data", "validation"),
@@ -123,12 +125,14 @@ SUPPORTED_KEYS: tuple[str, ...] = (
     ),
     *("parallelism.activation_checkpointing", "parallelism.memory_headroom"),
 )
-"""Keys and sections that run as under any engine. Of the other keys of `parallelism` speak the
-rules (rules.py), and of axes that this engine does not have SW1909."""
+"""Lists keys and sections that run as under any engine.
+
+The rules below cover the other keys of `parallelism`; SW1909 covers axes that this engine lacks.
+"""
 
 
 def check_recipe_keys(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """Every key that does not run, at once."""
+    """Return SW1922 for every key that does not run."""
     return tuple(
         found(
             "SW1922",
@@ -144,14 +148,11 @@ def check_recipe_keys(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 
 # Layouts that Megatron-Core, or this version's use of it, does not run. Lines are of megatron-core
-# 0.16.1.
-#
-# Its argument parser lets some of these through, and the first step, or nothing at all, refuses
-# them.
+# 0.16.1. Its argument parser accepts some of these; they fail in the first step, or train wrong.
 
 
 def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
-    """Its distributed optimizer shares out the optimizer's states; gradients stay whole."""
+    """Refuse ZeRO-2 and 3: SW3151. Megatron's distributed optimizer shards the states alone."""
     stage = x.strategy.zero_stage
     if stage <= 1:
         return None
@@ -159,8 +160,8 @@ def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
         "SW3151",
         "parallelism.zero_stage",
         (
-            f"zero_stage {stage} under target: megatron: its distributed optimizer shares out the "
-            "optimizer's states alone"
+            f"zero_stage {stage} does not run under target: megatron: its distributed optimizer "
+            "shards the optimizer's states alone"
         ),
         "Use zero_stage: 1, or `target: deepspeed`.",
         (0, 1),
@@ -168,8 +169,11 @@ def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
 
 
 def key_value_copies(x: Candidate) -> Diagnostic | None:
-    """Megatron cuts a head where there are more tensor ranks than key/value heads
-    (megatron/core/transformer/attention.py:289), which checkpoints by name have no word for."""
+    """Require key/value heads that divide over tensor ranks: SW3152.
+
+    Megatron splits a head otherwise (megatron/core/transformer/attention.py:289), which checkpoints
+    by name cannot store.
+    """
     heads, tensor = x.graph.key_value_heads, x.strategy.tensor
     if heads % tensor == 0:
         return None
@@ -177,8 +181,8 @@ def key_value_copies(x: Candidate) -> Diagnostic | None:
         "SW3152",
         "parallelism.tensor",
         (
-            f"tensor {tensor} under target: megatron: the model has {heads} key/value heads, and "
-            "each rank needs its own"
+            f"tensor {tensor} does not divide the model's {heads} key/value heads, as target: "
+            "megatron requires"
         ),
         "Use a tensor degree that divides them, or `target: deepspeed`, whose ranks hold copies.",
         tuple(n for n in range(1, heads + 1) if heads % n == 0),
@@ -186,7 +190,8 @@ def key_value_copies(x: Candidate) -> Diagnostic | None:
 
 
 def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
-    """It cuts the sequence over the tensor ranks (model_parallel_config.py, __post_init__)."""
+    """Require tensor ranks that divide the sequence under sequence parallelism: SW3153
+    (model_parallel_config.py, __post_init__)."""
     s = x.strategy
     length = x.recipe.training.sequence_length // s.context
     if not s.sequence_parallel or (s.tensor > 1 and length % s.tensor == 0):
@@ -199,12 +204,13 @@ def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3153",
         "parallelism.sequence_parallel",
-        f"sequence_parallel cuts the sequence over the tensor ranks: {why}",
+        f"sequence_parallel shards the sequence over the tensor ranks: {why}",
         "Write `sequence_parallel: false`, or a tensor degree above 1 that divides the sequence.",
     )
 
 
 def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
+    """Refuse pipeline schedules that Megatron-Core lacks: SW3154."""
     if x.strategy.schedule == "1f1b":
         return None
     return found(
@@ -217,6 +223,7 @@ def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
 
 
 def offload(x: Candidate) -> Diagnostic | None:
+    """Refuse offload: SW3155."""
     if x.strategy.offload == "none":
         return None
     return found(
@@ -229,7 +236,10 @@ def offload(x: Candidate) -> Diagnostic | None:
 
 
 def experts_without_sequence(x: Candidate) -> Diagnostic | None:
-    """The configuration warns, the layer raises (megatron/core/transformer/moe/moe_layer.py)."""
+    """Require sequence parallelism for experts over tensor ranks: SW3156.
+
+    Megatron's configuration warns; the layer raises (megatron/core/transformer/moe/moe_layer.py).
+    """
     s = x.strategy
     if s.tensor == 1 or s.sequence_parallel or experts_per_layer(x.graph) < 2:
         return None
@@ -242,9 +252,12 @@ def experts_without_sequence(x: Candidate) -> Diagnostic | None:
 
 
 def virtual_stages(x: Candidate) -> Diagnostic | None:
-    """Its interleaved schedule goes round the ranks in groups of as many micro-batches, and refuses
-    a rest at the first step (megatron/core/pipeline_parallel/schedules.py); parts without a layer
-    would be legal there, not here."""
+    """Check that micro-batches and layers divide over virtual stages: SW3157.
+
+    The interleaved schedule takes micro-batches in groups of the pipeline's size and fails on a
+    remainder at the first step (megatron/core/pipeline_parallel/schedules.py). Stages without a
+    layer are legal there, not here.
+    """
     s, layers = x.strategy, len(x.graph.layers)
     if s.virtual_stages == 1:
         return None
@@ -253,16 +266,13 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
         why = "there is no pipeline"
     elif s.gradient_accumulation_steps % s.pipeline:
         why = (
-            f"{s.gradient_accumulation_steps} micro-batches are no multiple of pipeline "
+            f"{s.gradient_accumulation_steps} micro-batches are not a multiple of pipeline "
             f"{s.pipeline}"
         )
     elif layers < s.total_stages:
-        why = (
-            f"{s.total_stages} stages, and the model has {layers} layers for them, embedding and "
-            "head counted"
-        )
+        why = f"the model has {layers} layers, with embedding and head, for {s.total_stages} stages"
     elif isinstance(choice, PartialCheckpointing) and choice.full % s.virtual_stages:
-        why = f"activation_checkpointing {choice} does not divide over them"
+        why = f"activation_checkpointing {choice} does not divide over the virtual stages"
     else:
         return None
     return found(
@@ -275,8 +285,11 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
 
 
 def context_divides_sequence(x: Candidate) -> Diagnostic | None:
-    """A rank has a piece from the front of a row and one from the back
-    (megatron/training/arguments.py, validate_args: seq_length % (context_parallel_size * 2))."""
+    """Require a sequence that divides into two chunks a context rank: SW3164.
+
+    A rank has one chunk from the front and one from the back (megatron/training/arguments.py,
+    validate_args: seq_length % (context_parallel_size * 2)).
+    """
     c, length = x.strategy.context, x.recipe.training.sequence_length
     if c == 1 or length % (2 * c) == 0:
         return None
@@ -284,23 +297,24 @@ def context_divides_sequence(x: Candidate) -> Diagnostic | None:
         "SW3164",
         "parallelism.context",
         (
-            f"context {c} under target: megatron cuts a row into {2 * c} pieces: {length} tokens "
-            "do not divide over them"
+            f"context {c} under target: megatron splits a sequence into {2 * c} chunks, which "
+            f"{length} tokens do not divide over"
         ),
-        "Use a context degree twice of which divides the sequence.",
+        "Use a context degree whose double divides the sequence length.",
         tuple(n for n in range(1, length // 2 + 1) if length % (2 * n) == 0)[:8],
     )
 
 
 def expert_groups(x: Candidate) -> Diagnostic | None:
-    """They are cut out of tensor x context x data ranks (megatron/core/parallel_state.py:882)."""
+    """Require expert groups that divide tensor x context x data ranks: SW3165
+    (megatron/core/parallel_state.py:882)."""
     s = x.strategy
     ranks, apart = s.tensor * s.zero_world_size, s.expert_tensor_ranks
     if s.expert > 1 and not expert_modules(x.graph):
         return found(
             "SW3165",
             "parallelism.expert",
-            f"expert {s.expert}: the model has no experts to share out",
+            f"expert {s.expert}: the model has no experts",
             "Use expert: 1.",
             (1,),
         )
@@ -309,16 +323,19 @@ def expert_groups(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3165",
         "parallelism.expert",
-        f"expert {s.expert} x expert-tensor {apart} do not divide the {ranks} ranks of tensor "
+        f"expert {s.expert} x expert_tensor {apart} does not divide the {ranks} ranks of tensor "
         f"{s.tensor} x context {s.context} x data {s.data}",
-        "Megatron-Core takes expert ranks out of all ranks of a stage.",
+        "Use degrees that divide them: Megatron-Core's expert groups cover all ranks of a stage.",
         tuple(n for n in range(1, ranks // apart + 1) if ranks % (n * apart) == 0)[:8],
     )
 
 
 def expert_biases(x: Candidate) -> Diagnostic | None:
-    """megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
-    tensor parallelism is 1"."""
+    """Refuse expert tensor parallelism for experts with biases: SW3166.
+
+    megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
+    tensor parallelism is 1".
+    """
     s, modules = x.strategy, expert_modules(x.graph)
     names = {p.name for layer in x.graph.layers for p in layer.parameters if len(p.shape) == 2}
     if s.expert_tensor_ranks == 1 or not any(name.rpartition(".")[0] in modules for name in names):
@@ -327,20 +344,23 @@ def expert_biases(x: Candidate) -> Diagnostic | None:
         "SW3166",
         "parallelism.expert_tensor",
         (
-            "experts with biases are not cut over tensor ranks under target: megatron: tensor "
-            f"{s.tensor}"
+            "experts with biases cannot be sharded over tensor ranks under target: megatron: "
+            f"tensor {s.tensor}"
         ),
-        "Write `expert_tensor: 1`: tensor ranks then hold whole experts.",
+        "Write `expert_tensor: 1`: tensor ranks then hold unsharded experts.",
         (1,),
     )
 
 
 def expert_tensor(x: Candidate) -> Diagnostic | None:
-    """Checkpoints by name have no word for experts that fewer ranks cut than the rest."""
+    """Require experts split over all tensor ranks or none: SW3167.
+
+    Checkpoints by name cannot store experts that fewer ranks split than the rest.
+    """
     s = x.strategy
     if s.expert_tensor_ranks == s.tensor or (s.expert_tensor == 1 and expert_modules(x.graph)):
         return None
-    why = f"experts are cut over all {s.tensor} tensor ranks here, or over none"
+    why = f"experts are sharded over all {s.tensor} tensor ranks, or over none"
     return found(
         "SW3167",
         "parallelism.expert_tensor",
@@ -354,7 +374,7 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
 
 
 def not_tested_on_gpus(x: Candidate) -> Diagnostic | None:
-    """Everything about this engine is proved on CPU ranks."""
+    """Warn that this engine was verified on CPU ranks alone: SW3168."""
     if x.cluster.gpu.is_cpu:
         return None
     return found(
@@ -389,16 +409,15 @@ RULES: dict[str, Rule] = {
     "SW3169": rule(transformer_engine_unavailable, *TRANSFORMER_ENGINE_AXES),
 }
 HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
-"""Rules about this project's modules of context and expert ranks, which this engine does
-without."""
+"""Lists rules about this project's context and expert modules, which this engine does without."""
 
 
 def _unsupported_reason(graph: ModelGraph) -> str:
     if graph.task_traits.has_images:
-        return "it runs no model that sees"
+        return "it does not train vision-language models"
     if graph.model_type not in MODEL_MAPPINGS:
-        return f"it has no {graph.model_type}"
-    return "it runs no dropout" if graph.max_dropout > 0 else ""
+        return f"it does not support the model type {graph.model_type!r}"
+    return "it does not run dropout" if graph.max_dropout > 0 else ""
 
 
 MEGATRON = Engine(

@@ -1,8 +1,8 @@
-"""What lets Megatron-Core run without a GPU: patches of torch alone, made once a process, before
-megatron is imported.
+"""Patch torch so that Megatron-Core runs without a GPU, once a process, before megatron is
+imported.
 
-Megatron asks for "cuda" by name in many places; here each of them gets the CPU. Only ranks of a CPU
-plan and the compile's own checks, which are processes of their own, ever call this.
+Megatron names "cuda" in many places; each of them gets the CPU here. Only ranks of a CPU plan and
+the compile's own check processes call this.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def _is_cuda(value: Any) -> bool:
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """Every call of torch that names a CUDA device names the CPU instead, and tensors say that they
-    are on a GPU where Megatron picks its way by that."""
+    """Replace CUDA devices by the CPU in every call of torch.
+
+    Tensors report that they are on a GPU, where Megatron chooses a code path by that.
+    """
 
     def __torch_function__(
         self,
@@ -54,7 +56,7 @@ class _CudaToCpuMode(TorchFunctionMode):
 
 
 class _NoOpStream:
-    """A stream or an event: work on a CPU is done when the call returns."""
+    """Stand in for a stream or an event: work on a CPU is done when the call returns."""
 
     cuda_stream = 0
 
@@ -83,25 +85,24 @@ class _NoOpStream:
 
 
 class _Generators(dict[Any, torch.Generator]):
-    """Of every device the CPU's."""
+    """Return the CPU's generator for every device."""
 
     def __missing__(self, device: Any) -> torch.Generator:
         return torch.default_generator
 
 
 def _nothing() -> Callable[..., None]:
-    """A new one each time: torch.compile's tables know functions by what they are."""
+    """Return a new no-op function; torch.compile's tables know functions by identity."""
     return lambda *args, **kwargs: None
 
 
 def _skip_compile(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-    """torch.compile, also as a decorator with arguments: its C++ compiler would start for each
-    elementwise chain."""
+    """Stand in for torch.compile, whose C++ compiler would start for each elementwise chain."""
     return function if function is not None else lambda f: f
 
 
 def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's all-gather, of pieces that differ in their rows too: filled up to the longest."""
+    """Return gloo's all-gather for pieces of different length, padded to the longest."""
 
     def all_gather(
         pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **more: Any
@@ -120,8 +121,7 @@ def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's reduce-scatter, of pieces that differ in their rows too: an all-reduce, of which each
-    takes its own."""
+    """Return gloo's reduce-scatter for pieces of different length, as an all-reduce."""
 
     def reduce_scatter(
         own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **more: Any
@@ -137,7 +137,7 @@ def _scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called with the mode on."""
+    """Return the function, called with the mode on."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -147,13 +147,13 @@ def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[.
 
 
 def set_megatron_device(device: torch.device) -> None:
-    """Where Megatron's modules get their memory from here on: meta gives them none."""
+    """Set the device on which Megatron's modules allocate memory; `meta` allocates none."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: device
 
 
 def patch_torch_for_cpu() -> None:
-    """For the rest of the process."""
+    """Patch torch for the rest of the process."""
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]  # it looks at the stream's type first
     torch.compile = _skip_compile  # type: ignore[assignment]
     cuda: Any = torch.cuda

@@ -1,6 +1,8 @@
-"""Whether Megatron-Core computes what the model computes, and builds the ranks that the plan says:
-asked at every compile of a process of its own (prove.py), which patches torch. What was proved once
-is remembered."""
+"""Check at compile that Megatron-Core computes what the model computes and builds the plan's ranks.
+
+A process of its own (megatron_equivalence_process.py) does it, because it patches torch. Checks
+that passed are memoized on disk.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ _HELP = "Write `target: deepspeed`, which runs the model's own modules."
 
 
 def check_megatron_equivalence(plan: Plan, config: JsonObject) -> None:
-    """config: the model's, whole. Raises Refusal: SW2051 to SW2053."""
+    """Raise Refusal, SW2051 to SW2053, where Megatron-Core does not reproduce the model or the
+    plan.
+
+    config: the model's full configuration
+    """
     place = _memo_file(plan, config)
     if place is not None and place.exists():
         return
@@ -46,8 +52,10 @@ def check_megatron_equivalence(plan: Plan, config: JsonObject) -> None:
 
 
 def _run_check_process(question: dict[str, Any]) -> dict[str, Any]:
-    """{} where all agrees. -P: a file of the current directory that has a module's name is never
-    imported."""
+    """Return {} where all agrees.
+
+    -P: no file of the current directory is imported in place of a module.
+    """
     command = [
         sys.executable,
         "-P",
@@ -64,8 +72,8 @@ def _run_check_process(question: dict[str, Any]) -> dict[str, Any]:
     if done.returncode == 0:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
-    lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
-    # torch puts the rank before each line, Python the kind of exception.
+    lines = done.stderr.strip().splitlines() or [f"the check exited with {done.returncode}"]
+    # torch puts the rank before each line, Python the exception's class.
     return {
         "failed": re.sub(r"^(\[rank\d+\]: )?([\w.]+Error: )?", "", lines[-1])[:300]
         or lines[-1][:300]
@@ -84,14 +92,14 @@ def _refusal(plan: Plan, result: dict[str, Any]) -> Refusal:
         return refusal(
             "SW2052",
             (
-                f"Megatron-Core computes something else than this {kind!r}: on a tiny copy "
+                f"Megatron-Core does not compute what this {kind!r} does: on a tiny copy "
                 f"{result['apart']}"
             ),
             _HELP,
         )
     if "layout" in result:
         help = (
-            "The plan's layout is right for DeepSpeed alone: change the degrees, or write "
+            "The layout runs under DeepSpeed alone: change the degrees, or write "
             "`target: deepspeed`."
         )
         return refusal(
@@ -105,7 +113,7 @@ def _refusal(plan: Plan, result: dict[str, Any]) -> Refusal:
 
 
 def _memo_file(plan: Plan, config: JsonObject) -> Path | None:
-    """The file that stands where this was proved: by all that the answer depends on."""
+    """Return the file that exists where this check passed, named by all that decides it."""
     folder = cache_folder()
     if folder is None:
         return None

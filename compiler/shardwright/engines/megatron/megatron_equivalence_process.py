@@ -1,8 +1,9 @@
-"""The process behind proof.py: a tiny copy of the model against Hugging Face's, and some of the
-plan's ranks as real Megatron modules without memory, on a process group that sends nothing.
+"""Compare Megatron-Core with Hugging Face on a tiny copy of the model, and its ranks with the
+plan's.
 
-Reads {"config": the model's, "plan": plan.json} from its input and prints one line of JSON: {}
-where all agrees.
+The ranks are real Megatron modules without memory, on a process group that sends nothing. Reads
+{"config": the model's, "plan": plan.json} from standard input and prints one line of JSON: {} where
+all agrees.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardwright.engines.megatron.megatron_cpu_patches import (
 )
 
 RELATIVE_TOLERANCE = 1e-5
-"""Of the largest logit and of the largest gradient, in fp32."""
+"""Limits differences relative to the largest logit and the largest gradient, in fp32."""
 
 
 def main() -> None:
@@ -88,7 +89,7 @@ def _compare_tiny_copy(document: dict[str, Any]) -> dict[str, Any]:
             found, lambda name: held[name].t() if name in transposed else held[name]
         )
         if lost := buffers.keys() - {piece.name for piece in found}:
-            return {"apart": f"it has no {min(lost)}"}
+            return {"apart": f"Megatron's model has no {min(lost)}"}
         return _differences(
             config.vocab_size, ids, model, other, [p for p in found if not p.is_buffer], transposed
         )
@@ -100,8 +101,12 @@ def _compare_tiny_copy(document: dict[str, Any]) -> dict[str, Any]:
 def _differences(
     vocabulary: int, ids: Any, model: Any, other: Any, found: list[Any], transposed: frozenset[str]
 ) -> dict[str, Any]:
-    """model: Hugging Face's; other: Megatron's, with the same weights, found by its pieces. turned:
-    weights that it has the other way round."""
+    """Compare logits and gradients of two models with the same weights.
+
+    model: Hugging Face's
+    other: Megatron's; found: its parameter ranges
+    transposed: weights that Hugging Face stores transposed
+    """
     import torch
 
     from shardwright.utils.numeric_difference import max_abs_diff, relative_error
@@ -111,7 +116,7 @@ def _differences(
     logits = other(input_ids=ids, position_ids=places, attention_mask=None)[..., :vocabulary]
     covered, total = sum(piece.numel for piece in found), sum(p.numel() for p in model.parameters())
     if covered != total:
-        return {"apart": f"it has {covered:,} of the model's {total:,} parameters"}
+        return {"apart": f"Megatron's has {covered:,} of the model's {total:,} parameters"}
     if not (off := relative_error(logits, wanted)) <= RELATIVE_TOLERANCE:
         return {"apart": f"logits differ by {off:.1e} of the largest"}
     direction = torch.randn_like(wanted)
@@ -135,8 +140,8 @@ def _differences(
 
 
 def _compare_ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str, Any]:
-    """Each kind of rank: of the first and the last stage the first and the last tensor rank, and
-    one of each number of layers between them."""
+    """Compare the first and last stages' outer tensor ranks, and a rank of each layer count
+    between."""
     import torch
 
     from shardwright.engines.megatron.megatron_weight_mapping import hf_config
@@ -163,7 +168,7 @@ def _compare_ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> d
 
 
 def _rank_difference(plan: Any, config: Any, rank: int) -> str:
-    """What is wrong with it; "" where it is as planned."""
+    """Return how the rank differs from the plan; "" where it agrees."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from torch import distributed as dist
@@ -193,7 +198,9 @@ def _rank_difference(plan: Any, config: Any, rank: int) -> str:
         )
         ours = (at.pipeline, at.data, at.context, at.tensor, plan.expert_rank_of(at))
         if theirs != ours:
-            return f"its pipeline, data, context, tensor and expert places are {theirs}, not {ours}"
+            return (
+                f"its pipeline, data, context, tensor and expert ranks are {theirs}, planned {ours}"
+            )
         settings = transformer_config(config, **parallel_settings(plan))
         length = plan.training.sequence_length
         chunks = build_model_chunks(
@@ -216,9 +223,9 @@ def _rank_difference(plan: Any, config: Any, rank: int) -> str:
             if numel != (
                 planned := splits[name].shard_numel(at.tensor) // plan.expert_shard_count(name)
             ):
-                return f"it holds {numel:,} elements of {name}, not {planned:,}"
+                return f"the rank holds {numel:,} elements of {name}, planned {planned:,}"
         if (found := size * sum(held.values())) != at.parameter_bytes:
-            return f"it holds {found:,} bytes of parameters, not {at.parameter_bytes:,}"
+            return f"the rank holds {found:,} bytes of parameters, planned {at.parameter_bytes:,}"
         return ""
     finally:
         parallel_state.destroy_model_parallel()

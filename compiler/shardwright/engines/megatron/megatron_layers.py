@@ -1,5 +1,6 @@
-"""Modules that Megatron takes from Transformer Engine where it is installed, in plain torch: they
-enter through its module specs, as Transformer Engine's do. core_attention.py has the attention.
+"""Implement in plain torch the modules that Megatron takes from Transformer Engine where installed.
+
+They enter through Megatron's module specs, as Transformer Engine's do.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import nn
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.parallel.micro_batches import MicroBatch
 
-# Which tokens of a row each context rank has: of twice as many pieces as there are ranks one from
-# the front and one from the back, so that causal attention is shared out evenly. Megatron's own
-# order: its rotary angles follow it (megatron/core/models/common/embeddings/rope_utils.py,
+# The zigzag order of context parallelism: of 2 x ranks chunks of a sequence each rank has one from
+# the front and one from the back, so that causal attention costs all the same. It is Megatron's own
+# order, and its rotary angles follow it (megatron/core/models/common/embeddings/rope_utils.py,
 # get_pos_emb_on_this_cp_rank).
 
 
 def rank_positions(length: int, ranks: int, rank: int) -> torch.Tensor:
-    """(length / ranks,): places in the row."""
+    """Return the rank's places in the sequence, (length / ranks,)."""
     if ranks == 1:
         return torch.arange(length)
     pieces = torch.arange(length).view(2 * ranks, -1)
@@ -33,13 +34,16 @@ def rank_positions(length: int, ranks: int, rank: int) -> torch.Tensor:
 
 
 def gathered_positions(length: int, ranks: int) -> torch.Tensor:
-    """(length,): of the ranks' pieces one behind the other."""
+    """Return the places of all ranks' chunks in rank order, (length,)."""
     return torch.cat([rank_positions(length, ranks, rank) for rank in range(ranks)])
 
 
 def zigzag_shard(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
-    """A rank's tokens, the labels moved to where they are predicted. position_ids stay as they are:
-    whole rows', of which the mask of packed documents is made. One rank: the batch itself."""
+    """Return a context rank's tokens, with labels moved to where they are predicted.
+
+    position_ids stay those of whole sequences, from which the mask of packed documents is made.
+    With one rank, return the batch itself.
+    """
     if ranks == 1:
         return batch
     places = rank_positions(batch.input_ids.shape[1], ranks, rank)
@@ -54,18 +58,16 @@ def zigzag_shard(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
     )
 
 
-# Attention for Megatron's module specs, in plain torch, over context ranks too.
-#
-# Shape letters: S tokens of a row, s those of this context rank, B micro-batch, d features of a
-# head.
+# Shape letters: S tokens of a sequence, s those of this context rank, B micro-batch, d features of
+# a head.
 
 
 class TorchCoreAttention(MegatronModule):
-    """softmax(Q K^T * scale) V, causal, by torch's fused kernels. Megatron's own writes the S x S
-    scores to memory and takes neither values of another width than the keys nor context ranks
-    (megatron/core/transformer/dot_product_attention.py).
+    """Compute causal softmax(Q K^T * scale) V by torch's fused kernels.
 
-    Context ranks gather keys and values and keep their own queries (arXiv 2407.21783, 3.3.2).
+    Megatron's own writes the S x S scores to memory, and supports neither context ranks nor values
+    of another width than the keys (megatron/core/transformer/dot_product_attention.py). Context
+    ranks gather keys and values and keep their own queries (arXiv 2407.21783, 3.3.2).
 
     Shapes, Megatron's: query (s, B, heads, d), key (s, B, groups, d), value (s, B, groups, d_v) ->
     (s, B, heads * d_v).
@@ -105,7 +107,10 @@ class TorchCoreAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         **_: Any,
     ) -> torch.Tensor:
-        """attention_mask: (B, 1, s, S) bool, True where a query sees a key; None is causal."""
+        """Compute attention.
+
+        attention_mask: (B, 1, s, S) bool, True where a query attends to a key; None is causal
+        """
         length, batch, heads, _size = query.shape
         if self.ranks > 1:
             group = parallel_state.get_context_parallel_group()
@@ -132,8 +137,10 @@ class TorchCoreAttention(MegatronModule):
     def _mask(
         self, length: int, attention_mask: torch.Tensor | None, device: Any
     ) -> torch.Tensor | None:
-        """(s, S) or (B, 1, s, S) in the order of the gathered keys. None: causal, without context
-        ranks."""
+        """Return the mask in the order of the gathered keys, (s, S) or (B, 1, s, S).
+
+        None is causal attention without context ranks.
+        """
         is_sharded, near = self.ranks > 1, self.window
         whole = length * self.ranks
         if not is_sharded and (near is None or near >= whole) and self.softmax_offset is None:
@@ -162,7 +169,10 @@ def _attention_with_sinks(
     scale: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Each head has a score more, of no key (arXiv 2508.10925). Writes the scores to memory."""
+    """Compute attention with a learned score of no key in each head (arXiv 2508.10925).
+
+    Writes the scores to memory.
+    """
     assert mask is not None
     times = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
@@ -181,11 +191,11 @@ def _is_windowed(config: Any, layer_number: int) -> bool:
 
 
 class TorchNorm(nn.Module):
-    """LayerNorm or RMSNorm. Megatron's own asserts against sequence parallelism and weights that
-    are centred on zero (megatron/core/transformer/torch_norm.py).
+    """Compute LayerNorm or RMSNorm.
 
-    Computed in fp32 and scaled in the input's type, as Hugging Face's Llama does; with zero-centred
-    weights (Gemma) scaled in fp32.
+    Megatron's own asserts against sequence parallelism and zero-centred weights
+    (megatron/core/transformer/torch_norm.py). Computed in fp32 and scaled in the input's dtype, as
+    Hugging Face's Llama does; zero-centred weights (Gemma) scale in fp32.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -200,7 +210,7 @@ class TorchNorm(nn.Module):
                 torch.zeros(hidden_size, dtype=config.params_dtype, device=device)
             )
         for parameter in self.parameters():
-            # Megatron sums its gradient over the ranks that have a part of the sequence each.
+            # Megatron sums the gradient over the ranks that share the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -215,11 +225,14 @@ class TorchNorm(nn.Module):
 
 
 class GatheredWeightLinear(nn.Module):
-    """A linear whose weight tensor ranks share out by rows, and gather before it turns a rank's
-    part of the sequence into all of the features. Megatron's own gathers the features instead, and
-    the gradient of the keys' rotary part, which all heads share, stays that of a rank's own heads
-    (megatron/core/transformer/multi_latent_attention.py:590). Wants sequence parallelism where
-    there are tensor ranks. Rows that do not divide are whole on every rank."""
+    """Gather a linear's row-sharded weight, then map this rank's part of the sequence to all
+    features.
+
+    Megatron's own gathers the features instead; the gradient of the keys' rotary part, which all
+    heads share, then covers a rank's own heads alone
+    (megatron/core/transformer/multi_latent_attention.py:590). Over tensor ranks it requires
+    sequence parallelism. Rows that do not divide are replicated.
+    """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -241,6 +254,8 @@ class GatheredWeightLinear(nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
+    """Replace the down projections of multi-latent attention by GatheredWeightLinear."""
+
     def __init__(self, config: Any, *args: Any, **more: Any) -> None:
         super().__init__(config, *args, **more)
         size = config.hidden_size
@@ -252,9 +267,12 @@ class LatentAttention(MLASelfAttention):
 
 
 class TransposedExpertLinear(nn.Module):
-    """An expert's linear as GPT-OSS has it: the weight is (in, out). Whole on each rank: a bias of
-    experts that tensor ranks cut does not run under Megatron
-    (megatron/core/transformer/transformer_config.py)."""
+    """Apply an expert's linear as GPT-OSS stores it: the weight is (in, out), replicated over
+    tensor ranks.
+
+    Megatron does not run biases of experts that tensor ranks split
+    (megatron/core/transformer/transformer_config.py).
+    """
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool, **_: Any) -> None:
         super().__init__()
@@ -262,7 +280,7 @@ class TransposedExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(inputs, outputs, **kind))
         self.bias = nn.Parameter(torch.empty(outputs, **kind)) if bias else None
         for parameter in self.parameters():
-            # No tensor rank has it twice: each counts in the gradient's norm.
+            # Each tensor rank's parameter counts in the gradient norm.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -270,7 +288,7 @@ class TransposedExpertLinear(nn.Module):
 
 
 class InterleavedGateUpLinear(TransposedExpertLinear):
-    """Columns of gate and up by turns, given one behind the other."""
+    """Return gate and up one behind the other, from a weight that interleaves their columns."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, bias = super().forward(x)

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel of a Hugging Face configuration, and which of its rows are whose."""
+"""Build Megatron-Core's GPTModel of a Hugging Face configuration, and map its rows to HF's."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ from shardwright.engines.megatron.megatron_weight_mapping import (
 from shardwright.engines.megatron.transformer_engine_layers import local_layer_name
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # 0.16.1 asks for it everywhere (megatron/core/transformer/moe/moe_utils.py:1192), and imports
-    # it where Transformer Engine is.
+    # 0.16.1 reads it always (megatron/core/transformer/moe/moe_utils.py:1192), and imports it only
+    # with Transformer Engine.
     moe_utils.te_general_gemm = None
 if not HAVE_TE:
-    # 0.16.1 asks whether a module is one of a class that is not there
-    # (multi_latent_attention.py:185).
+    # 0.16.1 checks a module against a class that is missing then (multi_latent_attention.py:185).
     multi_latent_attention.HAVE_TE = False
 _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryFrequencies:
-    """Of the Hugging Face model: fp32 frequencies (size / 2,), and what multiplies queries and keys
-    behind them."""
+    """Hold the Hugging Face model's rotary frequencies.
+
+    frequencies: fp32, (size / 2,)
+    scaling: multiplies queries and keys after the rotation
+    """
 
     frequencies: torch.Tensor
     scaling: float = 1.0
@@ -60,9 +62,14 @@ class RotaryFrequencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRange:
-    """`numel` elements from `start` of this rank's flattened shard of Hugging Face's parameter
-    `name` are those from `own` of Megatron's flattened `parameter`, which is a buffer where Hugging
-    Face has one."""
+    """Map elements of Megatron's parameter to those of Hugging Face's.
+
+    name: Hugging Face's parameter
+    start: first element in this rank's flattened shard of it
+    parameter: Megatron's; a buffer where Hugging Face has one
+    own: first element in Megatron's flattened parameter
+    numel: number of elements
+    """
 
     name: str
     start: int
@@ -76,7 +83,7 @@ class ParameterRange:
 
 
 def weight_mapping(config: Any) -> ModelMapping:
-    """Raises Unsupported."""
+    """Return the model type's mapping. Raises Unsupported."""
     family = MODEL_MAPPINGS.get(config.model_type)
     if family is None:
         raise Unsupported(
@@ -86,35 +93,42 @@ def weight_mapping(config: Any) -> ModelMapping:
 
 
 def rotary_frequencies(model: nn.Module) -> RotaryFrequencies | None:
-    """The frequencies that Hugging Face computed: Megatron's own formula has numbers of one model
-    in it (megatron/core/models/common/embeddings/rotary_pos_embedding.py:90). Raises Unsupported
-    for positions that are no frequencies."""
+    """Return the frequencies that Hugging Face computed.
+
+    Megatron's formula has constants of one model
+    (megatron/core/models/common/embeddings/rotary_pos_embedding.py:90). Raises Unsupported for
+    frequencies that depend on the length.
+    """
     modules = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
     if not modules:
         return None
     rotary: Any = modules[0]
     kind = getattr(rotary, "rope_type", "default")
     if len(modules) > 1 or not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
-        raise Unsupported(f"rope_type {kind}: its frequencies follow the length at hand")
+        raise Unsupported(f"rope_type {kind}: its frequencies depend on the sequence length")
     scaling = float(getattr(rotary, "attention_scaling", 1.0))
     return RotaryFrequencies(frequencies=rotary.inv_freq.detach().float().clone(), scaling=scaling)
 
 
 def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
-    """config: Hugging Face's. parallel: what the layout adds. Raises Unsupported."""
+    """Build the TransformerConfig.
+
+    config: Hugging Face's; parallel: what the layout adds
+
+    Raises Unsupported.
+    """
     settings = weight_mapping(config).settings(config)
     fixed: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Every weight is read. Without any initialization they would not be marked as cut over
-        # tensor ranks, and the gradient's norm would count the first rank's alone
+        # Every weight is loaded. Without an initialization they would not be marked as sharded over
+        # tensor ranks, and the gradient norm would count the first rank's alone
         # (megatron/core/tensor_parallel/layers.py, _initialize_affine_weight_gpu).
         **dict.fromkeys(
             ("init_method", "output_layer_init_method", "embedding_init_method"),
             _skip_initialization,
         ),
-        # The loss is scaled by the labels of the global batch before its backward pass: nothing is
-        # left to divide.
+        # The loss is divided by the labels of the global batch before its backward pass.
         "calculate_per_token_loss": True,
     }
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
@@ -132,6 +146,10 @@ def layer_spec(
     experts: bool,
     transformer_engine: bool = False,
 ) -> ModuleSpec:
+    """Return the module spec of a decoder layer.
+
+    experts: the layer is a mixture of experts
+    """
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts if experts else None,
@@ -162,13 +180,16 @@ def layer_spec(
 
 
 def _submodules(spec: Any) -> Any:
-    """0.19 has partial functions where 0.16 has specs."""
+    """Return a spec's submodules; 0.19 has partial functions where 0.16 has specs."""
     return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
 
 def padded_vocabulary(vocabulary: int, tensor: int) -> int:
-    """Megatron's tables are cut evenly (megatron/core/tensor_parallel/layers.py): rows that no
-    token has are added."""
+    """Return the vocabulary size that divides over tensor ranks.
+
+    Megatron splits its tables evenly (megatron/core/tensor_parallel/layers.py); the last rows
+    belong to no token.
+    """
     return math.ceil(vocabulary / tensor) * tensor
 
 
@@ -183,8 +204,12 @@ def build_model(
     virtual_stage: int | None = None,
     transformer_engine: bool = False,
 ) -> GPTModel:
-    """One stage's part, without values. config: Hugging Face's; length: of a row. first, last:
-    whether the stage has the embedding and the head."""
+    """Build one stage's part of the model, without values.
+
+    config: Hugging Face's
+    length: tokens of a sequence
+    first, last: the stage has the embedding, the head
+    """
     family = weight_mapping(config)
     if rotary is not None:
         _scale_scores(megatron, rotary)
@@ -212,7 +237,7 @@ def build_model(
 
 
 class _DropRowGradient(torch.autograd.Function):
-    """A table (rows, hidden) as it is; one row of it gets no gradient from here."""
+    """Return a table (rows, hidden) unchanged, with no gradient for one row."""
 
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor, row: int) -> torch.Tensor:
@@ -227,9 +252,12 @@ class _DropRowGradient(torch.autograd.Function):
 
 
 def freeze_padding_row(model: GPTModel, embedding: nn.Module) -> None:
-    """Let lookups of the padding token train nothing, as in torch.nn.Embedding. embedding: Hugging
-    Face's input embedding, whose padding_idx counts. A tied head's part of the row's gradient
-    stays."""
+    """Let lookups of the padding token train nothing, as in torch.nn.Embedding.
+
+    embedding: Hugging Face's input embedding, which has padding_idx
+
+    A tied head's part of the row's gradient stays.
+    """
     padding, table = getattr(embedding, "padding_idx", None), getattr(model, "embedding", None)
     if padding is None or table is None:
         return
@@ -260,7 +288,7 @@ def build_model_chunks(
     pipeline_rank: int,
     transformer_engine: bool = False,
 ) -> list[GPTModel]:
-    """Those of one pipeline rank, in the order of its virtual stages."""
+    """Build the model chunks of one pipeline rank, in the order of its virtual stages."""
     last, chunks = (
         megatron.pipeline_model_parallel_size - 1,
         megatron.virtual_pipeline_model_parallel_size,
@@ -286,7 +314,7 @@ def _block_spec(
     virtual_stage: int | None,
     transformer_engine: bool,
 ) -> TransformerBlockSubmodules:
-    """Of the layers that the stage has, some with experts and some without."""
+    """Return the specs of a stage's layers, some of which have experts."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -315,16 +343,19 @@ def _block_spec(
 
 
 def _scale_scores(config: TransformerConfig, rotary: RotaryFrequencies) -> None:
-    """What scales both queries and keys scales the scores, where all of a head is turned."""
+    """Scale the attention scores by what scales queries and keys, where rotation covers all of a
+    head."""
     if rotary.scaling == 1.0:
         return
     if 2 * len(rotary.frequencies) != config.kv_channels or config.multi_latent_attention:
-        raise Unsupported(f"a rope that scales a part of queries and keys, by {rotary.scaling:.6g}")
+        raise Unsupported(
+            f"a rotary scaling of {rotary.scaling:.6g} on a part of each query and key"
+        )
     config.softmax_scale = config.kv_channels**-0.5 * rotary.scaling**2
 
 
 def _set_rotary_frequencies(model: GPTModel, rotary: RotaryFrequencies) -> None:
-    """Hugging Face's frequencies, wherever Megatron keeps its own."""
+    """Set Hugging Face's frequencies wherever Megatron keeps its own."""
     places = [
         m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None
     ]
@@ -333,9 +364,11 @@ def _set_rotary_frequencies(model: GPTModel, rotary: RotaryFrequencies) -> None:
 
 
 def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
-    """Their gradients are summed over the ranks that hold the same experts. Megatron sees to it
-    where there are expert ranks (megatron/core/tensor_parallel/layers.py:886); with expert-tensor
-    ranks alone tensor ranks hold the same."""
+    """Let experts' gradients be summed over the ranks that hold the same experts.
+
+    Megatron does so where there are expert ranks (megatron/core/tensor_parallel/layers.py:886).
+    With expert-tensor ranks alone, tensor ranks hold the same experts.
+    """
     own_tensor = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
     if config.expert_model_parallel_size > 1 or own_tensor:
         for name, parameter in model.named_parameters():
@@ -346,8 +379,10 @@ def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
 def parameter_ranges(
     config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, str]
 ) -> Iterator[ParameterRange]:
-    """Of all of the model's parameters, in order, then of its buffers that Hugging Face has too.
-    tied: name -> the first name of the same tensor."""
+    """Yield the ranges of all parameters, in order, then of buffers that Hugging Face has too.
+
+    tied: name -> the first name of the same tensor
+    """
     family = weight_mapping(config)
     buffers = [(path, buffer) for path, buffer in model.named_buffers() if _is_shared(family, path)]
     for path, parameter in (*model.named_parameters(), *buffers):
@@ -374,7 +409,7 @@ def _is_shared(family: ModelMapping, path: str) -> bool:
 
 
 def _source(family: ModelMapping, model: Any, path: str) -> tuple[str, RowSource, int]:
-    """(what stands before Hugging Face's names, where the rows come from, the expert's number)."""
+    """Return (prefix of Hugging Face's names, source of the rows, the expert's number)."""
     if not path.startswith("decoder.layers."):
         return "", family.non_layer_weights[path], 0
     local, leaf = path.removeprefix("decoder.layers.").split(".", 1)
@@ -396,8 +431,10 @@ def _heads(config: Any) -> RankHeads:
 
 @torch.no_grad()
 def load_parameter_ranges(found: Iterable[ParameterRange], shard: Any) -> None:
-    """shard: name -> this rank's shard of it, from where the weights are. Rows behind the last
-    token are zero."""
+    """Copy Hugging Face's values into the ranges; rows behind the last token are zero.
+
+    shard: name -> this rank's shard, where the weights are
+    """
     name, values = None, torch.empty(0)
     empty: set[int] = set()
     for piece in found:

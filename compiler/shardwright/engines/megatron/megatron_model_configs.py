@@ -1,5 +1,6 @@
-"""Hugging Face's configurations as TransformerConfig's arguments, a function a shape of model. That
-a configuration really computes the same is proved at every compile, on a tiny copy (prove.py).
+"""Convert Hugging Face configurations to TransformerConfig's arguments, a function for each family.
+
+Every compile verifies a configuration on a tiny copy (megatron_equivalence.py).
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ Settings = dict[str, Any]
 
 
 class Unsupported(Exception):
-    """What of a configuration Megatron-Core does not have. The text begins with the key and its
-    value."""
+    """Report what of a configuration Megatron-Core lacks.
+
+    The text begins with the key and its value.
+    """
 
 
 def activation(name: str) -> Callable[..., Any]:
+    """Return the activation function. Raises Unsupported."""
     from functools import partial
 
     import torch.nn.functional as F
@@ -37,14 +41,14 @@ def _squared_relu(x: Any) -> Any:
 
 
 def require_values(config: Any, **plain: Any) -> None:
-    """plain: key -> the one value that Megatron has."""
+    """Raise Unsupported where a key has another value than the one that Megatron supports."""
     for key, value in plain.items():
         if getattr(config, key, value) not in (value, None):
             raise Unsupported(f"{key} {getattr(config, key)}: Megatron-Core has {value} alone")
 
 
 def windows(config: Any) -> Settings:
-    """A key is seen from fewer than sliding_window places behind it."""
+    """Return the sliding window: a query attends to fewer than sliding_window places before it."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is None or (kinds is not None and "sliding_attention" not in kinds):
         return {}
@@ -53,7 +57,7 @@ def windows(config: Any) -> Settings:
 
 
 def common_sizes(config: Any) -> Settings:
-    """Sizes that most types name alike."""
+    """Return the sizes that most model types name alike."""
     heads = config.num_attention_heads
     return {
         "num_layers": config.num_hidden_layers,

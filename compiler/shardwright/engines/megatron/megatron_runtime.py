@@ -1,5 +1,4 @@
-"""Megatron-Core's half of a run on its ranks: engines.protocol.Runtime. Imports it once the process
-is prepared."""
+"""Implement Megatron-Core's EngineRuntime; imports Megatron only once the process is prepared."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from shardwright.plan.plan import Plan
 
 
 def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
-    # That Transformer Engine and Apex are not there: each of its modules says so once a rank.
+    # Each of its modules warns once a rank that Transformer Engine and Apex are missing.
     warnings.filterwarnings("ignore", module="megatron")
     if plan.is_cpu:
         from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
@@ -21,14 +20,12 @@ def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
         patch_torch_for_cpu()
         return
     if plan.strategy.tensor > 1 or plan.strategy.context > 1:
-        # Kernels start in the order in which they were launched: a collective before the product
-        # that hides it.
+        # Kernels start in launch order: a collective before the matmul that hides it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def open_groups(plan: Plan) -> None:
-    """Shares the host's cores between its ranks on a CPU. Ranks are numbered as Megatron's default
-    order has it."""
+    """Open the groups in Megatron's default rank order. On a CPU, share the host's cores."""
     import torch
     from torch import distributed as dist
 
@@ -50,8 +47,10 @@ def open_groups(plan: Plan) -> None:
 
 
 def group_settings(plan: Plan) -> dict[str, Any]:
-    """Of initialize_model_parallel. Its groups for checkpoints over gloo are not needed: ours are
-    by name."""
+    """Return the arguments of initialize_model_parallel.
+
+    Its gloo groups serve Megatron's checkpoints, which we do not use.
+    """
     s = plan.strategy
     return {
         "tensor_model_parallel_size": s.tensor,
@@ -71,7 +70,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
 
 
 def close_groups() -> None:
-    """A process that finished can still die by SIGABRT in gloo's threads: leave together."""
+    """Leave together: a process that finished can still die by SIGABRT in gloo's threads."""
     from megatron.core import parallel_state
     from torch import distributed as dist
 

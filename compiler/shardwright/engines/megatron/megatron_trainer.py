@@ -1,4 +1,4 @@
-"""A rank's part of the model under Megatron-Core: its GPTModel, its schedules, its optimizer."""
+"""Train a rank's part of the model under Megatron-Core: its GPTModel, schedules and optimizer."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ from shardwright.parallel.model_loading import conv1d_to_linear, load_config, op
 from shardwright.parallel.weight_loader import ShardReader
 from shardwright.plan.plan import Plan
 
-# Where the fp32 master and the moments of a model's parameter are, under each of Megatron's
-# optimizers.
-
-
 MOMENTS = OPTIMIZERS["adamw"].moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterStates:
-    """Of one parameter, flattened: elements from `start` that this rank updates. states: 1-D views
-    by AdamW's names."""
+    """Hold this rank's share of one flattened parameter's optimizer states.
+
+    start: first element that this rank updates
+    states: 1-D views by AdamW's names
+    partitioned: other data ranks update other elements
+    """
 
     start: int
     states: dict[str, torch.Tensor]
@@ -73,19 +73,22 @@ class ParameterStates:
 
 
 def _steps_per_group(part: Any) -> bool:
-    """Updates: where Transformer Engine or Apex is installed, Megatron takes its FusedAdam
-    (megatron/core/optimizer/__init__.py), whose groups have the number once the first is made."""
+    """Return whether parameter groups count the updates.
+
+    Where Transformer Engine or Apex is installed, Megatron uses their FusedAdam
+    (megatron/core/optimizer/__init__.py), whose groups count from the first update on.
+    """
     return not isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 class MegatronOptimizerStates:
-    """The optimizers behind Megatron's own: one, or one for experts beside it."""
+    """View the states of Megatron's optimizers: one, or a second one for experts."""
 
     def __init__(self, optimizer: Any) -> None:
         self.parts: list[Any] = list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
     def of(self, parameter: nn.Parameter) -> ParameterStates | None:
-        """None: other data ranks update all of it."""
+        """Return a parameter's states; None where other data ranks update all of it."""
         for part in self.parts:
             if isinstance(part, DistributedOptimizer):
                 if parameter in part.model_param_group_index_map:
@@ -114,7 +117,7 @@ class MegatronOptimizerStates:
         return ParameterStates(start=start, states=states, partitioned=partitioned)
 
     def _state(self, part: Any, master: torch.Tensor) -> dict[str, Any]:
-        """AdamW makes it in its first update; what saves or restores needs it earlier."""
+        """Return AdamW's state, created here where the first update has not made it yet."""
         state: dict[str, Any] = part.optimizer.state[master]
         if not state and not _steps_per_group(part):
             state["step"] = torch.tensor(0.0)
@@ -128,7 +131,7 @@ class MegatronOptimizerStates:
 
     @property
     def updates(self) -> int:
-        """Those made so far."""
+        """Return the number of updates so far."""
         return max(
             (self._steps(part, p) for part in self.parts for p in self._masters(part)), default=0
         )
@@ -153,8 +156,7 @@ class MegatronOptimizerStates:
         return int(self._state(part, master)["step"])
 
     def copy_masters_to_model(self, chunks: list[Any]) -> None:
-        """Collective. The weights that the model computes with, from the masters that were
-        restored."""
+        """Copy the restored masters to the weights that the model computes with. Collective."""
         for part in self.parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
@@ -164,11 +166,14 @@ class MegatronOptimizerStates:
 
 
 _NO_WEIGHT_DECAY = "shardwright_undecayed"
-"""An attribute of parameters that weight decay leaves alone."""
+"""Names an attribute of parameters that have no weight decay."""
 
 
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> MegatronTrainer:
-    """Collective. resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
+    """Build the trainer. Collective.
+
+    resumes: a checkpoint is loaded next, so no weights are read or initialized
+    """
     config = load_config(plan, folder)
     model, weights = open_model(plan, folder, resumes=resumes)
     rotary, transposed = rotary_frequencies(model), conv1d_to_linear(model)
@@ -204,8 +209,10 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
 
 
 class MegatronTrainer:
-    """engines.protocol.Trainer. engine: Megatron's model chunks, each inside its
-    DistributedDataParallel."""
+    """Implement trainer_protocol.Trainer.
+
+    engine: Megatron's model chunks, each in its DistributedDataParallel
+    """
 
     def __init__(
         self,
@@ -240,8 +247,10 @@ class MegatronTrainer:
         self.loss_fn.shifted = plan.strategy.context > 1
 
     def _mark_undecayed(self) -> None:
-        """By the shape that Hugging Face has: an expert's bias is a row of a matrix there, and a
-        vector here."""
+        """Mark parameters that are vectors in Hugging Face's model.
+
+        An expert's bias is a row of a matrix there, and a vector here.
+        """
         for piece in self.found:
             if not piece.is_buffer and len(self.shards.splits[piece.name].shape) < 2:
                 setattr(piece.parameter, _NO_WEIGHT_DECAY, True)
@@ -251,7 +260,10 @@ class MegatronTrainer:
         return self.plan.strategy.zero_stage > 0 and self.plan.strategy.zero_world_size > 1
 
     def _wrap_in_ddp(self, chunk: Any, place: int) -> Any:
-        """place: from the second of a rank's chunks on, all of its gradients are one bucket."""
+        """Wrap a model chunk for data parallelism.
+
+        place: the chunk's number; from the second on, all gradients of a chunk are one bucket
+        """
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.plan.training.gradient_accumulation_dtype == "fp32",
             use_distributed_optimizer=self._shares_states,
@@ -276,8 +288,7 @@ class MegatronTrainer:
         )
 
     def _vocabulary(self) -> tuple[Any, ...]:
-        """CausalLoss's arguments: the ranks that share the vocabulary, and this one's first
-        token."""
+        """Return CausalLoss's arguments: the vocabulary's group and this rank's first token."""
         from megatron.core import parallel_state
 
         sizes = self.plan.tensor_parallel.vocabulary_sizes
@@ -291,7 +302,7 @@ class MegatronTrainer:
         self.optimizer.zero_grad()
         for group in self.states.groups():
             group["lr"] = learning_rate
-            # Megatron's own scheduler does this: one value for all, times each group's factor.
+            # Megatron's own scheduler sets it so: one value, times each group's factor.
             group["weight_decay"] = self.plan.optimizer.weight_decay * group.get("wd_mult", 1.0)
         loss, _ = self._pass(
             micro_batches, sum(m.predicted for m in micro_batches), forward_only=False
@@ -311,8 +322,10 @@ class MegatronTrainer:
     def _pass(
         self, batches: list[MicroBatch], predicted: int, *, forward_only: bool
     ) -> tuple[float, int]:
-        """(the loss over all labels of every data rank, their number). predicted: of this data
-        rank's."""
+        """Return (loss over all labels of every data rank, number of labels).
+
+        predicted: labels of this data rank
+        """
         first = self.mine.tensor == 0 and self.mine.pipeline == 0 and self.mine.context == 0
         labels = int(self._sum(predicted if first else 0))
         self.loss_fn.scale = 1 / max(1, labels)
@@ -330,13 +343,13 @@ class MegatronTrainer:
         return self._sum(mine), labels
 
     def _sum(self, number: float) -> float:
-        """Over all ranks."""
+        """Sum a number over all ranks."""
         total = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item()
 
     def _forward(self, feed: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[torch.Tensor, Any]:
-        """One micro-batch through one chunk, as Megatron's schedules call it."""
+        """Run one micro-batch through one chunk, as Megatron's schedules call it."""
         whole, ranks = next(feed), self.plan.strategy.context
         batch = zigzag_shard(whole, ranks, self.mine.context)
         own = rank_positions(whole.input_ids.shape[1], ranks, self.mine.context)
@@ -389,7 +402,7 @@ class MegatronTrainer:
             )
 
     def _untrained_shard(self, piece: ParameterRange) -> OwnedShard:
-        """A buffer, which each rank of a stage has whole."""
+        """Return the shard of a buffer, which each rank of a stage has unsharded."""
         value = piece.parameter.detach().view(-1)
         shape = tuple(piece.parameter.shape)
         return OwnedShard(
@@ -402,7 +415,7 @@ class MegatronTrainer:
         )
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Without the rows that pad a vocabulary."""
+        """Return this rank's shard of each parameter, without the rows that pad a vocabulary."""
         held: dict[str, ParameterShard] = {}
         for piece in (p for p in self.found if not p.is_buffer):
             name, earlier = piece.name, held.get(piece.name)
@@ -424,14 +437,17 @@ class MegatronTrainer:
 
 
 def _finalize(chunks: list[Any], tokens: torch.Tensor | None = None, **groups: Any) -> None:
-    """tokens: Megatron would divide by them; the loss is divided already."""
+    """Finalize gradients without dividing by `tokens`: the loss is divided already."""
     finalize_model_grads(chunks, None, **groups)
 
 
 def _document_mask(places: torch.Tensor) -> torch.Tensor:
-    """places: (B, S), from 0 in each document of a row. (B, 1, S, S), True where a token sees one
-    of its own document that is not later. Rotary angles tell distances alone, so that a place in
-    the row does as well."""
+    """Return (B, 1, S, S), True where a query attends to an earlier key of its own document.
+
+    places: (B, S), from 0 in each document
+
+    Rotary angles depend on distances alone, so places in the whole sequence do as well.
+    """
     number = (places == 0).cumsum(dim=1)
     causal = torch.ones(places.shape[1], places.shape[1], dtype=torch.bool).tril()
     return ((number[:, :, None] == number[:, None, :]) & causal)[:, None]

@@ -1,9 +1,8 @@
-"""How one of Megatron's parameters is made of Hugging Face's: rows of one rank's shards, in both
-directions.
+"""Map rows of one rank's Hugging Face shards to Megatron's parameters, in both directions.
 
-A rank's shard of a Hugging Face parameter is what the plan's cut gives it
-(ir.partition.ParameterSharding). Megatron holds the same numbers, several parameters in one, in an
-order of its own.
+A rank's shard of a Hugging Face parameter is what the plan gives it
+(layout.parameter_sharding.ParameterSharding). Megatron holds the same numbers in another order,
+several parameters in one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shardwright.engines.megatron.megatron_model_configs import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHeads:
-    """What a rank has of the attention: query heads, key/value heads, features of a head."""
+    """Hold a rank's query heads, key/value heads and features of a head."""
 
     query: int
     groups: int
@@ -27,8 +26,13 @@ class RankHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRange:
-    """name: Hugging Face's, behind the layer's path. `count` rows from `hf_start` of its shard are
-    those from `own` of Megatron's parameter. A row is everything behind its first dimension."""
+    """Map rows of Megatron's parameter to those of a Hugging Face shard.
+
+    name: Hugging Face's, behind the layer's path
+    hf_start: first row in the shard
+    own: first row in Megatron's parameter
+    count: number of rows; a row is everything behind the first dimension
+    """
 
     name: str
     hf_start: int
@@ -37,16 +41,17 @@ class RowRange:
 
 
 RowSource = Callable[[int, RankHeads], list[RowRange]]
-"""(rows of Megatron's parameter on this rank, its share of the attention) -> where they come
-from."""
+"""Returns the source of each row range, from (rows of Megatron's parameter on this rank, its
+heads)."""
 
 
 def copied_rows(name: str) -> RowSource:
+    """Take all rows from one parameter."""
     return lambda rows, heads: [RowRange(name=name, hf_start=0, own=0, count=rows)]
 
 
 def stacked_rows(*names: str) -> RowSource:
-    """One below the other, as many rows of each: gate and up."""
+    """Stack equally many rows of each parameter: gate and up."""
 
     def rows_of(rows: int, heads: RankHeads) -> list[RowRange]:
         each = rows // len(names)
@@ -59,7 +64,8 @@ def stacked_rows(*names: str) -> RowSource:
 
 
 def grouped_qkv_rows(query: str, key: str, value: str) -> RowSource:
-    """Megatron's linear_qkv: for each key/value head its query heads, the key, the value."""
+    """Interleave rows as in Megatron's linear_qkv: per key/value head its query heads, key and
+    value."""
 
     def rows_of(rows: int, heads: RankHeads) -> list[RowRange]:
         wide, found = heads.query // heads.groups * heads.size, []
@@ -77,7 +83,8 @@ def grouped_qkv_rows(query: str, key: str, value: str) -> RowSource:
 
 
 def fused_qkv_rows(name: str) -> RowSource:
-    """The same of one parameter that has all queries, then all keys, then all values: GPT-2's."""
+    """Interleave rows as grouped_qkv_rows does, from one parameter with all queries, keys, values:
+    GPT-2's."""
 
     def rows_of(rows: int, heads: RankHeads) -> list[RowRange]:
         blocks = {
@@ -98,13 +105,16 @@ def fused_qkv_rows(name: str) -> RowSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMapping:
-    """settings: of TransformerConfig. stack: the decoder layers' path. outside, layer: Megatron's
-    parameter (of a layer behind `decoder.layers.N.`) -> where its rows come from, by Hugging Face's
-    names (of a layer behind its path). An expert's number is N there: Hugging Face has all of them
-    in one parameter, one behind the other.
+    """Describe a model type that this engine builds: its settings and its parameters' names.
 
-    learned_positions: a table of them, no rotary ones. scaled_embedding: by the square root of the
-    hidden size. columns: experts' weights are (in, out), the columns of gate and up by turns.
+    settings: returns the arguments of TransformerConfig
+    stack: path of the decoder layers
+    non_layer_weights, layer: Megatron's parameter -> where its rows come from, by Hugging Face's
+        names; a layer's are relative to the layer on both sides. N stands for an expert's number:
+        Hugging Face has all experts in one parameter
+    learned_positions: positions are a learned table, not rotary
+    scaled_embedding: the embedding is multiplied by the square root of the hidden size
+    has_transposed_experts: experts' weights are (in, out), with interleaved columns of gate and up
     """
 
     settings: Callable[[Any], Settings]
@@ -117,7 +127,7 @@ class ModelMapping:
 
 
 def hf_config(document: Mapping[str, Any]) -> Any:
-    """Hugging Face's object: its attributes have names that the document may lack."""
+    """Build Hugging Face's configuration, whose class has defaults for what the document lacks."""
     from transformers import AutoConfig
 
     from shardwright.models.config_schema import decode_special_floats
@@ -317,4 +327,4 @@ MODEL_MAPPINGS: dict[str, ModelMapping] = {
         learned_positions=True,
     ),
 }
-"""By model_type."""
+"""Maps model_type to its mapping."""

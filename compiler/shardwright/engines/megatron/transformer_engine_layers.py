@@ -1,9 +1,7 @@
-"""Where GPU ranks take Megatron-Core's layers of Transformer Engine, and where this project's own
-(modules.py).
+"""Decide where GPU ranks use Transformer Engine's layers and where our own (megatron_layers.py).
 
-Transformer Engine's run on no machine of ours, so they are taken only where they compute what the
-others do, by what is written in Megatron-Core and in Transformer Engine. Line numbers are of
-megatron-core 0.16.1.
+Transformer Engine was not tested here, so its layers are used only where they compute the same by
+Megatron-Core's and Transformer Engine's code. Line numbers are of megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -23,22 +21,23 @@ if TYPE_CHECKING:
 
 PACKAGE = "transformer-engine"
 TRANSFORMER_ENGINE_AXES = ("tensor", "context", "expert_tensor")
-"""Keys of a layout that decide whether they are taken."""
+"""Lists the axes that decide whether they are used."""
 _FUSED = {
     "self_attention.linear_qkv": "input_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
 }
-"""A linear of Transformer Engine that holds the norm before it -> where the other layers have that
-norm."""
+"""Maps a linear of Transformer Engine that contains a norm to that norm's place in other layers."""
 _NORM = re.compile(rf"({'|'.join(map(re.escape, _FUSED))})\.layer_norm_(weight|bias)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def local_layer_name(leaf: str) -> str:
-    """A layer's parameter as this project's layers call it: Transformer Engine's hold norms in the
-    linear behind them, and all experts in one module."""
+    """Return a layer's parameter name as our layers have it.
+
+    Transformer Engine's linears contain the norm before them, and one module holds all experts.
+    """
     if norm := _NORM.fullmatch(leaf):
         return f"{_FUSED[norm[1]]}.{norm[2]}"
     if grouped := _GROUPED.fullmatch(leaf):
@@ -47,59 +46,56 @@ def local_layer_name(leaf: str) -> str:
 
 
 def transformer_engine_obstacle(x: Candidate) -> str:
-    """What of the recipe and the layout keeps them out; "" where they may be taken."""
+    """Return why the recipe or the layout rules Transformer Engine out; "" where it may be used."""
     s, kind, config = x.strategy, x.graph.model_type, x.graph.config
     if x.cluster.gpu.is_cpu:
-        return "they run on GPUs alone"
+        return "its layers run on GPUs alone"
     if x.recipe.training.precision != "bf16":
-        return f"its fused attention does not take {x.recipe.training.precision}"
+        return f"its fused attention does not run in {x.recipe.training.precision}"
     if any(map(_packs, _data(x.recipe))):
-        return "packed rows have a mask of their own, and its causal attention reads none"
+        return "packed sequences need an attention mask, which its causal attention does not take"
     family = MODEL_MAPPINGS.get(kind)
     if family is not None and family.has_transposed_experts:
-        return f"the experts and the attention of a {kind} are this project's own"
+        return f"the experts and the attention of a {kind!r} are this project's own"
     is_latent = family is not None and "self_attention.linear_kv_up_proj.weight" in family.layer
     if is_latent and s.tensor * s.context > 1:
-        return (
-            "over tensor or context ranks its latent attention holds other parts than the plan says"
-        )
+        return "its latent attention shards other parts than planned over tensor or context ranks"
     if s.context > 1 and _is_windowed(config):
-        return "context ranks exchange whole rows there, and the model has windows"
+        return "its context ranks exchange whole sequences, and the model has sliding windows"
     if s.expert_tensor_ranks != s.tensor:
-        return "experts that tensor ranks do not cut were not followed through its gradient norm"
+        return "its gradient norm was not verified for experts that tensor ranks do not shard"
     return ""
 
 
 def transformer_engine_choice(x: Candidate) -> AutoSwitch:
-    """Of the plan: on and auto only where they may be taken."""
+    """Return the plan's value: on and auto only where Transformer Engine may be used."""
     return "off" if transformer_engine_obstacle(x) else x.recipe.model.transformer_engine
 
 
 def transformer_engine_unavailable(x: Candidate) -> Diagnostic | None:
+    """Refuse `transformer_engine: on` where its layers cannot be used: SW3169."""
     why = transformer_engine_obstacle(x) if x.recipe.model.transformer_engine == "on" else ""
     if not why:
         return None
     return found(
         "SW3169",
         ("model", "transformer_engine"),
-        f"transformer_engine: on, but its layers are not taken here: {why}",
-        "Write `transformer_engine: auto`: this project's layers run then.",
+        f"transformer_engine: on, but its layers cannot be used: {why}",
+        "Write `transformer_engine: auto`, which runs this project's layers then.",
         ("auto", "off"),
     )
 
 
 def gpu_layers_text(x: Candidate) -> str:
-    """Which layers a run on GPUs takes, for who has to decide whether to trust it."""
+    """Describe which layers a run on GPUs uses, for SW3168."""
     why = "" if x.recipe.model.transformer_engine == "off" else transformer_engine_obstacle(x)
     own = "this project's own in Megatron-Core, which are verified on CPU ranks"
     if transformer_engine_choice(x) == "off":
         return f"Layers: {own}; without Transformer Engine{f': {why}' if why else ''}."
-    other = (
-        "" if transformer_engine_choice(x) == "on" else f" where it is installed, otherwise {own}"
-    )
+    other = "" if transformer_engine_choice(x) == "on" else f" where installed, otherwise {own}"
     return (
-        f"Layers: Megatron-Core's of Transformer Engine{other}. `model.transformer_engine: off` "
-        "keeps it out."
+        f"Layers: Megatron-Core's of Transformer Engine{other}. Write "
+        "`model.transformer_engine: off` to run without."
     )
 
 
@@ -119,8 +115,10 @@ def _is_windowed(config: Mapping[str, Any]) -> bool:
 
 
 def uses_transformer_engine(plan: Plan) -> bool:
-    """Collective. Whether this run's ranks take them, the same on all. Raises Refusal: SW6015 where
-    the recipe wants them and they are not there, or where ranks have different ones."""
+    """Return whether this run's ranks use Transformer Engine, the same on all. Collective.
+
+    Raises Refusal, SW6015, where the recipe requires it and it is missing, or where ranks differ.
+    """
     wish = plan.model.transformer_engine
     if wish == "off" or plan.is_cpu:
         return False
@@ -144,7 +142,7 @@ def uses_transformer_engine(plan: Plan) -> bool:
 
 
 def layers_log_line(plan: Plan, *, taken: bool) -> str:
-    """A line for the log of a run on GPUs."""
+    """Return the log line of a run on GPUs that names its layers."""
     if taken:
         return f"layers: Megatron-Core's of Transformer Engine {_version()}, not tested on GPUs"
     why = "" if plan.model.transformer_engine == "off" else f": {_absent()}"
@@ -158,7 +156,7 @@ def _version() -> str:
 
 
 def _absent() -> str:
-    """Why they cannot be taken on this host; "" where they can."""
+    """Return why Transformer Engine cannot be used on this host; "" where it can."""
     from importlib import metadata
 
     from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -176,6 +174,7 @@ def _absent() -> str:
         specifier.contains(version, prereleases=True) for specifier in versions
     ):
         return (
-            f"transformer_engine {version} is not what this megatron-core asks for ({versions[0]})"
+            f"transformer_engine {version} is not a version that this megatron-core supports "
+            f"({versions[0]})"
         )
     return ""

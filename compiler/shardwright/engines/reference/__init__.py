@@ -1,2 +1,1 @@
-"""One process of plain PyTorch and transformers, without DeepSpeed: what every layout is compared
-with, and of use on a laptop."""
+"""Run a plan in one process of plain PyTorch and transformers: the baseline of every comparison."""

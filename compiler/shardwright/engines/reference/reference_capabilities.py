@@ -8,11 +8,9 @@ from shardwright.layout.layout import Candidate, rule
 from shardwright.recipe.literal_types import Precision
 from shardwright.utils.json_values import JsonScalar
 
-# What the reference engine does not run: it is one process of plain PyTorch and transformers.
-
 
 def single_process_only(x: Candidate) -> Diagnostic | None:
-    """Nothing is split, and nothing is kept elsewhere."""
+    """Refuse layouts that split the model or offload anything: SW3134."""
     s = x.strategy
     wrong = [
         (axis, getattr(s, axis)) for axis in ("tensor", "pipeline", "data") if getattr(s, axis) > 1
@@ -36,7 +34,7 @@ PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 
 
 def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
-    """Keys that are DeepSpeed's or ask for more than one process; the first."""
+    """Refuse the first key that is DeepSpeed's own or needs more than one process: SW1921."""
     launch, cluster, training = x.recipe.launch, x.recipe.cluster, x.recipe.training
     asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
         ("cluster.nodes", cluster.nodes or 1, (1,)),

@@ -1,5 +1,4 @@
-"""The optimizer of a plain process: AdamW over fp32 masters, one norm over all gradients. No plan,
-nothing split."""
+"""Implement AdamW over fp32 masters with one gradient norm, for a model on one process."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from torch import nn
 
 
 class ReferenceAdamW:
-    """Of a model's trained parameters, by name. Matrices decay, vectors do not.
+    """Update a model's trained parameters by name; matrices decay, vectors do not.
 
-    live: what the model computes with; masters: their fp32 values, the same tensors where it
-    computes in fp32. unused: those that the last step had no gradient for, which it left as they
-    were.
+    live: the weights that the model computes with
+    masters: their fp32 copies; the same tensors where the model computes in fp32
+    unused: parameters that had no gradient in the last step and were left unchanged
     """
 
     def __init__(
@@ -27,8 +26,10 @@ class ReferenceAdamW:
         clipping: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """The model, in fp32, is cast to dtype; its buffers stay as they are. clipping: 0 is
-        none."""
+        """Cast the fp32 model to `dtype`; buffers keep theirs.
+
+        clipping: maximum gradient norm; 0 turns clipping off
+        """
         self.live = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {p: name for name, p in self.live.items()}
         whole = dtype == torch.float32
@@ -46,8 +47,7 @@ class ReferenceAdamW:
         self.unused: frozenset[str] = frozenset()
 
     def accumulate_master_gradients(self) -> None:
-        """Behind a backward pass: gradients of half precision are added to their masters', in
-        fp32."""
+        """Add half-precision gradients to their masters' fp32 gradients, after a backward pass."""
         for name, master in self.masters.items():
             p = self.live[name]
             if p is not master and p.grad is not None:
@@ -56,7 +56,8 @@ class ReferenceAdamW:
                 p.grad = None
 
     def step(self, rate: float) -> float:
-        """One update; the gradients are spent. Returns their norm before clipping."""
+        """Update the weights once and clear the gradients. Return the gradient norm before
+        clipping."""
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
         if self.clipping:
@@ -70,14 +71,14 @@ class ReferenceAdamW:
         return norm
 
     def states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Of a trained parameter, by AdamW's own names: the master is fp32."""
+        """Return a trained parameter's fp32 master and moments, by AdamW's names."""
         master = self.masters[self._names[parameter]]
         state = self._state(master)
         return {"fp32": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     @property
     def updates(self) -> int:
-        """Those made so far."""
+        """Return the number of updates so far."""
         return max(
             (int(self._state(master)["step"]) for master in self.masters.values()), default=0
         )
@@ -88,7 +89,7 @@ class ReferenceAdamW:
             self._state(master)["step"].fill_(count)
 
     def _state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """AdamW makes it in its first update; what saves or restores needs it earlier."""
+        """Return AdamW's state, created here where the first update has not made it yet."""
         state: dict[str, torch.Tensor] = self.adamw.state[master]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -99,7 +100,7 @@ class ReferenceAdamW:
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
-        """The model computes with the masters' values."""
+        """Copy the masters' values to the weights that the model computes with."""
         for name, p in self.live.items():
             if p is not self.masters[name]:
                 p.copy_(self.masters[name])

@@ -1,4 +1,4 @@
-"""The reference engine's half of a run: engines.protocol.Runtime, in a group of one process."""
+"""Implement the reference engine's Lowering and EngineRuntime, in a group of one process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from shardwright.engines.trainer_protocol import Trainer
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import JsonObject
 from shardwright.utils.template_rendering import render_template
-
-# The reference engine's files: engines.engine.Lowering. It reads nothing but the plan.
 
 
 def zero_settings(plan: Plan) -> JsonObject:
@@ -27,7 +25,7 @@ def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
 
 
 def open_groups(plan: Plan) -> None:
-    """What runs around the engine speaks to all ranks; here that is this one."""
+    """Open a process group of this process alone, for code that talks to all ranks."""
     from torch import distributed
 
     store = distributed.HashStore()

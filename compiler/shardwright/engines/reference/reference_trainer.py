@@ -1,4 +1,4 @@
-"""The whole Hugging Face model in one process, with the optimizer that `verify` compares with."""
+"""Train the whole Hugging Face model in one process, with the optimizer that `verify` uses."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ from shardwright.plan.plan import Plan
 
 
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> ReferenceTrainer:
-    """resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
+    """Build the trainer.
+
+    resumes: a checkpoint is loaded next, so no weights are read or initialized
+    """
     model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
-    # Before the adapters, which have their values.
+    # Before the adapters, which are initialized already.
     WeightLoader(model, weights, {}, transposed, 0).fill([""])
     add_adapters(model, plan, transposed)
     apply_activation_checkpointing(model, plan)
@@ -43,8 +46,10 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Referen
 
 
 class ReferenceTrainer:
-    """engines.protocol.Trainer. engine: the model itself, with LoRA's adapters where the plan has
-    some."""
+    """Implement trainer_protocol.Trainer.
+
+    engine: the model itself, with the plan's LoRA adapters
+    """
 
     def __init__(self, plan: Plan, model: nn.Module, transposed: frozenset[str]) -> None:
         self.plan, self.transposed = plan, transposed
@@ -52,7 +57,7 @@ class ReferenceTrainer:
         self.engine = model.to(self.device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.contiguous()  # a checkpoint has flat views of them
+                module._buffers[name] = buffer.contiguous()  # checkpoints need flat views
         self._dtype = DTYPES[plan.training.precision]
         chunked = plan.model.loss == "chunked"
         self.loss_fn = ChunkedLoss() if chunked else CausalLoss()

@@ -1,2 +1,1 @@
-"""What DeepSpeed takes in ds_config.json, as data: a snapshot a version, and the check of a
-document against it."""
+"""Hold snapshots of what DeepSpeed accepts in ds_config.json, one JSON file a version."""
