@@ -126,9 +126,18 @@ def compare_requirements(saved: ResumeRequirements, here: ResumeRequirements) ->
         return Compatibility(refused="frozen", why=why)
     if why := _other_tokenizer(saved.tokenizer, here.tokenizer):
         return Compatibility(refused="tokenizer", why=why)
-    return Compatibility(
-        layout=tuple(_other_layout(saved, here)), samples=tuple(_other_samples(saved, here))
-    )
+    layout = [
+        (key, getattr(saved.strategy, key), getattr(here.strategy, key)) for key in SHARDING_KEYS
+    ]
+    if saved.boundaries != here.boundaries and all(before == now for _, before, now in layout):
+        layout.append(("stage boundaries", saved.boundaries, here.boundaries))
+    layout.append(("precision", saved.precision, here.precision))
+    before = dict(saved.samples)
+    samples = _changed([(f"training.{key}", before[key], now) for key, now in here.samples])
+    if saved.data is not None and here.data is not None:
+        samples += _other_data(saved.data, here.data, "data")
+    samples += _changed([("validation.fraction", saved.held_out, here.held_out)])
+    return Compatibility(layout=tuple(_changed(layout)), samples=tuple(samples))
 
 
 def check_resumable(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
@@ -197,24 +206,6 @@ def _refusal(
     return refusal(
         "SW6204", f"{name} was trained with a different tokenizer: {comparison.why}", help
     )
-
-
-def _other_layout(saved: ResumeRequirements, here: ResumeRequirements) -> list[KeyChange]:
-    pairs = [
-        (key, getattr(saved.strategy, key), getattr(here.strategy, key)) for key in SHARDING_KEYS
-    ]
-    if saved.boundaries != here.boundaries and all(before == now for _, before, now in pairs):
-        pairs.append(("stage boundaries", saved.boundaries, here.boundaries))
-    pairs.append(("precision", saved.precision, here.precision))
-    return _changed(pairs)
-
-
-def _other_samples(saved: ResumeRequirements, here: ResumeRequirements) -> list[KeyChange]:
-    before = dict(saved.samples)
-    changed = _changed([(f"training.{key}", before[key], now) for key, now in here.samples])
-    if saved.data is not None and here.data is not None:
-        changed += _other_data(saved.data, here.data, "data")
-    return changed + _changed([("validation.fraction", saved.held_out, here.held_out)])
 
 
 def _other_data(saved: DataSection, here: DataSection, key: str) -> list[KeyChange]:

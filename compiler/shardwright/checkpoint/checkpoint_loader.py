@@ -254,8 +254,15 @@ def _read_fragment(
 
 def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
     """Load a checkpoint of any layout (collective); return its step. Raises SW6201."""
-    _fetch_missing(plan, checkpoint)
     rank, splits = dist.get_rank(), parameter_splits(plan)
+    if (
+        plan.checkpoint.upload_to
+        and plan.ranks[rank].slot == 0
+        and damage(checkpoint, contents=False)
+    ):
+        # Where hosts share no file system, files of other hosts' ranks are missing.
+        CheckpointStore(plan.checkpoint.upload_to).fetch(checkpoint.name, checkpoint.parent)
+    dist.barrier()
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in trainer.owned_shards():
             _read_fragment(plan, trainer, reader, f, tuple(f.states), splits)
@@ -282,18 +289,6 @@ def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
         # Ranks of another layout hold other parts: start new random streams.
         torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)
     return manifest.step
-
-
-def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
-    """Download the files of other hosts' ranks from checkpoint.upload_to, where hosts share no file
-    system (collective)."""
-    if (
-        plan.checkpoint.upload_to
-        and plan.ranks[dist.get_rank()].slot == 0
-        and damage(checkpoint, contents=False)
-    ):
-        CheckpointStore(plan.checkpoint.upload_to).fetch(checkpoint.name, checkpoint.parent)
-    dist.barrier()
 
 
 # Changes since a checkpoint was written that do not prevent resuming; for rank 0, once the data is

@@ -220,30 +220,27 @@ def damages(folder: Path, *, contents: bool) -> Iterator[str]:
     """Yield each reason. The bytes are read only where all files exist with their sizes."""
     try:
         manifest, sums = read_manifest(folder), read_checksums(folder)
+    except FileNotFoundError as error:
+        yield f"{Path(str(error.filename)).name} is missing"
+        return
     except (OSError, ValueError) as error:
-        yield _in_words(error)
+        yield str(error).splitlines()[0]
         return
     sizes = {file.name: file.size_bytes for file in manifest.files}
-    wrong = list(_wrong_sizes(folder, sums, sizes))
-    wrong += [f"{CHECKSUMS} does not name {name}" for name in sorted(set(sizes) - set(sums))]
-    yield from wrong
-    if contents and not wrong:
-        yield from _wrong_contents(folder, sums)
-
-
-def _wrong_sizes(folder: Path, sums: dict[str, str], sizes: dict[str, int]) -> Iterator[str]:
+    wrong = []
     for name in sums:
         try:
             size = (folder / name).stat().st_size
         except OSError:
-            yield f"{name} is missing"
+            wrong.append(f"{name} is missing")
             continue
         if size != sizes.get(name, size):
-            yield f"{name} has {size:,} bytes, not {sizes[name]:,}"
-
-
-def _wrong_contents(folder: Path, sums: dict[str, str]) -> Iterator[str]:
-    """Yield files with other checksums; hashlib releases the GIL while it hashes."""
+            wrong.append(f"{name} has {size:,} bytes, not {sizes[name]:,}")
+    wrong += [f"{CHECKSUMS} does not name {name}" for name in sorted(set(sizes) - set(sums))]
+    yield from wrong
+    if wrong or not contents:
+        return
+    # hashlib releases the GIL while it hashes.
     with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as pool:
         try:
             for (name, expected), digest in zip(
@@ -253,9 +250,3 @@ def _wrong_contents(folder: Path, sums: dict[str, str]) -> Iterator[str]:
                     yield f"{name} is damaged: its SHA-256 differs from the one that was written"
         except OSError as error:
             yield f"{error.filename} cannot be read: {error.strerror}"
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{Path(str(error.filename)).name} is missing"
-    return str(error).splitlines()[0]

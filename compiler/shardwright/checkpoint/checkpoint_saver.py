@@ -168,10 +168,16 @@ def save_checkpoint(
     origin = replace(origin, finite=origin.finite and finite)
     # A second time on hosts that do not share rank 0's file system.
     leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
-    _run_on_every_rank(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
-    _run_on_every_rank(
-        lambda: _begin_on_other_hosts(partial, origin.line) if leads[1] else None, partial
-    )
+
+    def begin() -> None:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True, exist_ok=True)
+        if not (partial / RUN_FILE).exists():
+            write_run_history(partial, origin.line)
+
+    for mine in leads:
+        _run_on_every_rank(begin if mine else lambda: None, partial)
     rank_files = _run_on_every_rank(lambda: _write_rank(plan, trainer, partial, rank), partial)
     _run_on_every_rank(
         lambda: (
@@ -204,18 +210,6 @@ def save_checkpoint(
     for place, (_, files) in zip(plan.ranks, rank_files, strict=True):
         nodes[place.node] += sum(size for _, size, _ in files)
     return nodes
-
-
-def _begin(partial: Path, line: RunHistory) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_run_history(partial, line)
-
-
-def _begin_on_other_hosts(partial: Path, line: RunHistory) -> None:
-    partial.mkdir(parents=True, exist_ok=True)
-    if not (partial / RUN_FILE).exists():
-        write_run_history(partial, line)
 
 
 def _publish(partial: Path, root: Path, step: int) -> None:

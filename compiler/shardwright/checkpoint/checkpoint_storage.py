@@ -210,7 +210,11 @@ class CheckpointStore:
                 there = f"{self._root}/{step.name}/{name}"
                 self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
                 self._fs.put_file(str(step / name), there)
-                if name in sums and self._checksum(there) != sums[name]:
+                if name not in sums:
+                    continue
+                with self._fs.open(there, "rb", block_size=_CHUNK_BYTES) as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                if digest != sums[name]:
                     raise OSError(f"{step.name}/{name} differs from what was uploaded")
 
     def copy_missing(self, step: Path) -> bool:
@@ -224,13 +228,6 @@ class CheckpointStore:
         )
         self.set_current(line)
         return True
-
-    def _checksum(self, path: str) -> str:
-        digest = hashlib.sha256()
-        with self._fs.open(path, "rb", block_size=_CHUNK_BYTES) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
 
     def steps(self) -> list[str]:
         """Return the names of complete copies, oldest first."""

@@ -33,7 +33,7 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.byte_tokenizer import write_byte_tokenizer
 from shardwright.models.lora_target_paths import adapter_names
 from shardwright.models.model_files import TOKENIZER_PATTERNS, RemoteCode
-from shardwright.models.tasks.task_registry import Task, task_named
+from shardwright.models.tasks.task_registry import task_named
 from shardwright.parallel.lora_adapters import (
     ADAPTER_WEIGHTS,
     is_adapter,
@@ -357,7 +357,12 @@ def _exported(
     wanted = remove_tied_weights_from_state_dict(wanted, model)
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for group in _groups(wanted, plan.model.cut.stack):
+    # One decoder layer together: the published format may fuse its tensors.
+    stack, groups = plan.model.cut.stack, dict[str, list[str]]()
+    for name in wanted:
+        inside = name.startswith(stack + ".")
+        groups.setdefault(name[len(stack) + 1 :].split(".")[0] if inside else "", []).append(name)
+    for group in groups.values():
         tensors = {}
         for name in group:
             stored = first.get(name, name)
@@ -368,15 +373,6 @@ def _exported(
                 tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
             )
         yield from revert_weight_conversion(model, tensors).items()
-
-
-def _groups(names: dict[str, torch.Tensor], stack: str) -> Iterator[list[str]]:
-    """Yield the names of one decoder layer together: the published format may fuse its tensors."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        inside = name.startswith(stack + ".")
-        groups.setdefault(name[len(stack) + 1 :].split(".")[0] if inside else "", []).append(name)
-    yield from groups.values()
 
 
 def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
@@ -422,9 +418,15 @@ def _write_configs(
 ) -> None:
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
-    if plan.model.remote_code is not None:
-        task = task_named(plan.model.task)
-        _copy_own_code(plan.model.remote_code, task, model, checkpoint / "model", folder)
+    if (code := plan.model.remote_code) is not None:
+        # The export loads with trust_remote_code=True.
+        model.config.auto_map = {
+            "AutoConfig": code.config_class,
+            task_named(plan.model.task).auto_class.__name__: code.model_class,
+        }
+        for name, _ in code.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / "model" / name, folder / name)
     drop_missing_tensors_from_config(model)
     model.config.save_pretrained(folder)
     write_generation_config(plan, model, checkpoint, folder)
@@ -447,19 +449,6 @@ def drop_missing_tensors_from_config(model: PreTrainedModel) -> None:
                 and not any(_MTP.search(n) for n in names)
             ):
                 setattr(config, key, 0)
-
-
-def _copy_own_code(
-    code: RemoteCode, task: Task, model: PreTrainedModel, folder: Path, output: Path
-) -> None:
-    """Copy the model's own code, so that the export loads with trust_remote_code=True."""
-    model.config.auto_map = {
-        "AutoConfig": code.config_class,
-        task.auto_class.__name__: code.model_class,
-    }
-    for name, _ in code.files:
-        (output / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, output / name)
 
 
 def _cannot_write(output: Path, why: str) -> Refusal:

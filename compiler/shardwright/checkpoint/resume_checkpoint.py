@@ -44,11 +44,18 @@ def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) ->
         if plan.islands == 1
         else (root.parent if is_apart else folder.parent)
     )
-    of_islands = [each if is_apart else each / directory for each in _islands(parent)]
+    islands = sorted(
+        (p for p in parent.glob(f"{_ISLAND}*") if p.name.removeprefix(_ISLAND).isdecimal()),
+        key=lambda p: int(p.name.removeprefix(_ISLAND)),
+    )
+    of_islands = [each if is_apart else each / directory for each in islands]
     places = of_islands if plan.islands == 1 else [parent if is_apart else parent / directory]
     newest = [found for place in places if (found := _newest(place)) is not None]
-    if not newest:
-        _check_none_between(places, own)
+    if not newest:  # a newer checkpoint may have been saved between two outer steps
+        steps = [path for place in places for step, path in published_steps(place) if step > own]
+        if steps:
+            path = max(steps, key=step_of)
+            raise _unfinished_round_refusal(path, " `--resume never` starts anew.")
         return
     path = max(newest, key=step_of)  # of the lowest island that has it
     if plan.islands > 1:
@@ -70,13 +77,6 @@ def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) ->
                 "never` starts anew."
             ),
         )
-
-
-def _check_none_between(places: list[Path], own: int) -> None:
-    """Raise Refusal where a newer checkpoint was saved while an outer step was on its way."""
-    steps = [path for place in places for step, path in published_steps(place) if step > own]
-    if steps:
-        raise _unfinished_round_refusal(max(steps, key=step_of), " `--resume never` starts anew.")
 
 
 def _unfinished_round_refusal(path: Path, more: str = "") -> Refusal:
@@ -103,12 +103,6 @@ def check_round_complete(plan: Plan, checkpoint: Path) -> None:
     the others' steps would be lost in silence."""
     if plan.islands == 1 and not is_after_outer_step(checkpoint):
         raise _unfinished_round_refusal(checkpoint)
-
-
-def _islands(parent: Path) -> list[Path]:
-    """Their folders, by their numbers."""
-    found = [p for p in parent.glob(f"{_ISLAND}*") if p.name.removeprefix(_ISLAND).isdecimal()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix(_ISLAND)))
 
 
 def _newest(place: Path) -> Path | None:
@@ -174,18 +168,32 @@ def _choose_newest(plan: Plan, folder: Path) -> ResumePoint | None:
     diverged: tuple[Path, int, RunHistory] | None = None
     store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
     here = dict(published_steps(root))
-    if (
-        begun := _named_checkpoint(folder, root)
-    ) is not None:  # an attempt that ended before its first checkpoint
-        here.setdefault(*begun)
+    # The last attempt may have resumed from a checkpoint elsewhere, and ended before its first one.
+    begun = read_attempt_record(folder)
+    named = Path(begun.resume or root)
+    if begun.step is not None and named != root and named.parent != root.resolve():
+        here.setdefault(begun.step, named)
     current = current_run_history(folder)
-    copies = _copies(store, current or (None if here else store.current())) if store else set()
+    copies: set[int] = set()
+    if store is not None:
+        # Complete copies of this run; of all runs, where this run is not known.
+        line = current or (None if here else store.current())
+        copies = {
+            step_of(Path(name))
+            for name in store.steps()
+            if line is None or line.holds(store.run_history_of(name), step_of(Path(name)))
+        }
     check_other_island_counts(plan, folder, root, max((*here, *copies), default=0))
     for step in sorted({*here, *copies}, reverse=True):
         path = here.get(step, root / step_name(step))
         why = damage(path, contents=True)
         if why and store and step in copies and path.parent == root:
-            why = _fetched(store, path, why)
+            print(f"fetching {path.name} from {store.url}: {why}", flush=True)
+            try:
+                store.fetch(path.name, path.parent)
+                why = damage(path, contents=True)
+            except Refusal as refused:
+                why = refused.diagnostics[0].message
         if why is not None:
             skipped.append(f"warning[SW6206]: {path.name} is skipped: {why}")
             continue
@@ -222,37 +230,6 @@ def _choose_newest(plan: Plan, folder: Path) -> ResumePoint | None:
             "Bring a copy back, or start again with --resume never, which moves them aside.",
         )
     return None
-
-
-def _named_checkpoint(folder: Path, root: Path) -> tuple[int, Path] | None:
-    """Return the checkpoint outside of checkpoint.directory that the last attempt resumed from."""
-    begun = read_attempt_record(folder)
-    path, step = Path(begun.resume or root), begun.step
-    return (
-        (step, path)
-        if step is not None and path.parent != root.resolve() and path != root
-        else None
-    )
-
-
-def _copies(store: CheckpointStore, line: RunHistory | None) -> set[int]:
-    """Steps of the whole copies on this line; of all, where the line is not known."""
-    steps = {step_of(Path(name)): name for name in store.steps()}
-    return {
-        step
-        for step, name in steps.items()
-        if line is None or line.holds(store.run_history_of(name), step)
-    }
-
-
-def _fetched(store: CheckpointStore, path: Path, why: str) -> str | None:
-    """Fetch the checkpoint; return what is wrong with it, None where it is whole."""
-    print(f"fetching {path.name} from {store.url}: {why}", flush=True)
-    try:
-        store.fetch(path.name, path.parent)
-    except Refusal as refusal:
-        return refusal.diagnostics[0].message
-    return damage(path, contents=True)
 
 
 def print_resume_notes(chosen: ResumePoint | None) -> None:

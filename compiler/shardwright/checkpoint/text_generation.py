@@ -164,12 +164,15 @@ def _generate_text(
     if not length or free_positions < 1:
         why = f"the prompt's {length:,} tokens fill the model's {positions:,} positions"
         raise _unusable(folder, why if length else "the prompt is empty", "Use another prompt.")
+    # The end ids of the model's generation_config (chat models have several), else the tokenizer's.
+    ends = end_ids(model.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
     # A new configuration: the folder's file may set beams, penalties or lengths.
     model.generation_config = GenerationConfig(
         max_new_tokens=min(request.tokens, free_positions),
         do_sample=request.temperature > 0,
         **({"temperature": request.temperature, "top_k": 0} if request.temperature > 0 else {}),
-        **_special_ids(model, tokenizer),
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
         # Ids of a padded vocabulary are not text, and were never trained.
         suppress_tokens=list(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
         or None,
@@ -185,13 +188,6 @@ def _generate_text(
         stopped=len(made) > 0 and int(made[-1]) in ends,
         device=str(model.device),
     )
-
-
-def _special_ids(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return the end ids of the model's generation_config (chat models have several), else the
-    tokenizer's."""
-    ends = end_ids(model.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
-    return {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
 
 
 def image_prompt_inputs(
@@ -302,15 +298,20 @@ def _load_huggingface_model(
     try:
         document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        alone = (folder / "adapter_config.json").is_file()
-        if not alone and (other := foreign_checkpoint_error(folder)) is not None:
+        if (folder / "adapter_config.json").is_file():
+            help = "Export the step folder again with --merge, or name the step folder itself."
+            raise _unusable(folder, "it holds only adapters", help) from None
+        if (other := foreign_checkpoint_error(folder)) is not None:
             raise Refusal(other) from None
-        why = (
-            "it holds only adapters"
-            if alone
-            else "it is neither a checkpoint nor a Hugging Face model"
+        steps = sorted(str(path.parent) for path in folder.glob(f"*/step-*/{MANIFEST}"))
+        help = (
+            f"Name the run's newest checkpoint, {steps[-1]}"
+            if steps
+            else "Name a `step-XXXXXXXX` folder of a run, or a folder with config.json and "
+            "safetensors files."
         )
-        raise _unusable(folder, why, _suggested_folder(folder, alone=alone)) from None
+        why = "it is neither a checkpoint nor a Hugging Face model"
+        raise _unusable(folder, why, help) from None
     if needs_remote_code(document):
         code = read_remote_code(folder, document)
         require_trust(code, folder, trust_code)
@@ -356,17 +357,6 @@ def _contrastive_refusal(folder: Path, model_type: str) -> Refusal:
     help = "Run `shardwright export`, and use transformers' AutoModel and AutoProcessor."
     return _unusable(
         folder, f"a {model_type!r} compares images with captions and writes no text", help
-    )
-
-
-def _suggested_folder(folder: Path, *, alone: bool) -> str:
-    if alone:
-        return "Export the step folder again with --merge, or name the step folder itself."
-    steps = sorted(str(path.parent) for path in folder.glob(f"*/step-*/{MANIFEST}"))
-    if steps:
-        return f"Name the run's newest checkpoint, {steps[-1]}"
-    return (
-        "Name a `step-XXXXXXXX` folder of a run, or a folder with config.json and safetensorsfiles."
     )
 
 

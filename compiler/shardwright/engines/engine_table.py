@@ -13,7 +13,7 @@ from shardwright.engines.engine_definition import Engine, EngineTraits, Lowering
 from shardwright.engines.megatron.megatron_capabilities import MEGATRON
 from shardwright.engines.reference.reference_capabilities import REFERENCE
 from shardwright.engines.run_profiles import AssumedEngine, assumed_runs, kernel_profile
-from shardwright.layout.axes import AXES, Axis
+from shardwright.layout.axes import AXES
 from shardwright.layout.layout import Layout
 from shardwright.recipe.recipe_types import Recipe
 
@@ -57,24 +57,18 @@ def recipe_for_engine(recipe: Recipe, engine: Engine) -> Recipe:
     Keys at their default, which only some engines have and which leave each rank its part of the
     model, are left to the search: a recipe for any engine does not name them.
     """
+    if recipe.target == engine.name:
+        return recipe
     free: dict[str, Any] = {
-        a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)
-    }
-    pins = (
-        dataclasses.replace(recipe.parallelism, **free)
-        if recipe.target != engine.name
-        else recipe.parallelism
-    )
-    return dataclasses.replace(recipe, target=engine.name, parallelism=pins)
-
-
-def _is_default(axis: Axis, recipe: Recipe) -> bool:
-    return (
-        not axis.in_every_engine
-        and not axis.ranks
-        and not axis.is_model_parallel
+        axis.name: None
+        for axis in AXES
+        if axis.values
+        and axis.name in engine.axes
+        and not (axis.in_every_engine or axis.ranks or axis.is_model_parallel)
         and axis.pin(recipe) == axis.default
-    )
+    }
+    pins = dataclasses.replace(recipe.parallelism, **free)
+    return dataclasses.replace(recipe, target=engine.name, parallelism=pins)
 
 
 def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:

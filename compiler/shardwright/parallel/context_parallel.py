@@ -197,7 +197,13 @@ class ContextParallel:
                 "_preprocess_mask_arguments",
                 partial(self._mask_arguments, preprocess),
             ),
-            (masking_utils, "packed_sequence_compatibility_function", partial(self._packed, pack)),
+            (
+                masking_utils,
+                "packed_sequence_compatibility_function",
+                lambda mask_function, position_ids, packed: pack(
+                    mask_function, self._positions, packed
+                ),
+            ),
         ):
             self._patches.enter_context(patch.object(owner, name, replacement))
 
@@ -263,11 +269,6 @@ class ContextParallel:
         if position_ids is not None and self._positions is not None:
             packed = masking_utils.find_packed_sequence_indices(self._positions)
         return (done, mask, packed, queries * ranks, keys * ranks, *offsets)
-
-    def _packed(
-        self, inner: Any, mask_function: Any, position_ids: torch.Tensor, packed: torch.Tensor
-    ) -> Any:
-        return inner(mask_function, self._positions, packed)
 
 
 CONTEXT_PARALLEL = ContextParallel()

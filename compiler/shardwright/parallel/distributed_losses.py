@@ -84,15 +84,16 @@ class ChunkedLoss(CausalLoss):
         length = chunk_length(*(labels[0] if isinstance(labels, tuple) else labels).shape)
         # Split before the checkpoints: each then saves a view, not a copy.
         pairs = zip(*(x.split(length, dim=1) for x in self._paired(hidden, labels)), strict=True)
+
+        def chunk_loss(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self.total(self.tail.logits(hidden), target)
+
         # ZeRO-3 releases the head between forward and recomputation, so metadata checks would fail.
         totals = [
-            checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none")
+            checkpoint(chunk_loss, *pair, use_reentrant=False, determinism_check="none")
             for pair in pairs
         ]
         return torch.stack(totals).sum() * self.scale
-
-    def _chunk(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.total(self.tail.logits(hidden), target)
 
 
 def wrap_chunked_loss(model: nn.Module, loss: ChunkedLoss) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.layout.parameter_sharding import ModuleSharding, ParameterSharding
+from shardwright.layout.parameter_sharding import ModuleSharding
 from shardwright.models.mixture_of_experts import (
     Experts,
     RouterAuxLoss,
@@ -44,27 +44,19 @@ def dispatch_tokens(inner: Experts, experts: int, group: dist.ProcessGroup) -> E
         numbers = (
             torch.arange(local, device=chosen.device).repeat(ranks).repeat_interleave(arriving)
         )
-        made = token_all_to_all(
-            _run(inner, rows, numbers.to(chosen.dtype), weights), received, sent, group
-        )
+        numbers = numbers.to(chosen.dtype)
+        arrived = len(rows)
+        if not arrived:
+            # A dummy row: other ranks wait in the backward pass, and every parameter needs a
+            # gradient. Joined, so that the exchange of the empty rows has its backward pass.
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+            numbers = numbers.new_zeros(1)
+        made = inner(rows, numbers[:, None], weights.new_ones(len(numbers), 1))[:arrived]
+        made = token_all_to_all(made, received, sent, group)
         made = (made * weights.reshape(-1)[order, None]).to(hidden.dtype)
         return torch.zeros_like(hidden).index_add(0, tokens, made)
 
     return forward
-
-
-def _run(
-    inner: Experts, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Run local experts on (R, H) with weight one.
-
-    Without rows a dummy runs: other ranks wait in the backward pass, and every parameter gets a
-    gradient.
-    """
-    received = rows.shape[0]
-    if not received:
-        rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
-    return inner(rows, numbers[:, None], weights.new_ones(len(numbers), 1))[:received]
 
 
 def token_all_to_all(
@@ -192,19 +184,16 @@ def local_expert_range(
 
 def splits_of_local_experts(plan: Plan) -> tuple[ModuleSharding, ...]:
     """Return the plan's map with the shapes of this rank's experts."""
-    return tuple(
-        replace(
-            module,
-            parameters=tuple(_of_own_experts(p, plan.strategy.expert) for p in module.parameters),
-        )
-        if module.module in plan.experts
-        else module
-        for module in plan.tensor_parallel.modules
-    )
-
-
-def _of_own_experts(split: ParameterSharding, ranks: int) -> ParameterSharding:
-    return replace(split, shape=(split.shape[0] // ranks, *split.shape[1:]))
+    splits = []
+    for module in plan.tensor_parallel.modules:
+        if module.module in plan.experts:
+            own = (
+                replace(p, shape=(p.shape[0] // plan.strategy.expert, *p.shape[1:]))
+                for p in module.parameters
+            )
+            module = replace(module, parameters=tuple(own))
+        splits.append(module)
+    return tuple(splits)
 
 
 def cut_experts(module: Any, rank: int, ranks: int) -> int:

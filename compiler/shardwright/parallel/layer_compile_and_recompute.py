@@ -48,13 +48,9 @@ def recompute_forward(module: nn.Module) -> None:
         module.forward,
         use_reentrant=False,
         determinism_check="none",
-        context_fn=_contexts,
+        # The contexts of a micro-batch's forward pass, and of its recomputation.
+        context_fn=lambda: (nullcontext(), _recomputing(SEQUENCE_LENGTHS.recomputing())),
     )
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the forward pass and of the recomputation of its micro-batch."""
-    return nullcontext(), _recomputing(SEQUENCE_LENGTHS.recomputing())
 
 
 @contextmanager

@@ -25,15 +25,9 @@ from shardwright.parallel.weight_files import WeightFiles, Weights
 from shardwright.parallel.weight_loader import EmptyWeights, LayerSeededWeights, empty_model
 from shardwright.plan.plan import Plan
 
-# The recipe's precisions as torch dtypes.
-
-
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, row.torch_dtype) for name, row in FORMATS.items()
 }
-
-# The model's configuration in a compiled folder or a checkpoint. `export` reads it without
-# deepspeed.
 
 
 def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
@@ -43,26 +37,22 @@ def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
     Whoever runs a compiled folder trusts its code; commands that take another folder ask first.
     """
     if plan.model.remote_code is not None:
-        _register_own_code(plan, (folder / plan.model.config_file).parent)
+        code = (folder / plan.model.config_file).parent
+        try:
+            register(code, plan.model.remote_code)
+        except Exception as error:  # whatever the files raise
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            raise refusal(
+                "SW6008",
+                f"the model's own code in {str(code)!r} cannot be used: {why}",
+                "Compile the recipe again, and do not edit the files in model/.",
+            ) from None
     document = decode_special_floats(
         json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
     )
     model_type = document.pop("model_type")
     document.pop("auto_map", None)
     return AutoConfig.for_model(model_type, **document)
-
-
-def _register_own_code(plan: Plan, folder: Path) -> None:
-    assert plan.model.remote_code is not None
-    try:
-        register(folder, plan.model.remote_code)
-    except Exception as error:  # whatever the files raise
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise refusal(
-            "SW6008",
-            f"the model's own code in {str(folder)!r} cannot be used: {why}",
-            "Compile the recipe again, and do not edit the files in model/.",
-        ) from None
 
 
 EXACT_PARAMETERS = 10_000_000_000

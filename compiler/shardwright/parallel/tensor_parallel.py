@@ -43,7 +43,16 @@ def shard_attention_heads(model: nn.Module, module: nn.Module, rank: int, degree
     inner, names = module.forward, tuple(inspect.signature(module.forward).parameters)
 
     def own_heads(name: str, x: Any) -> Any:
-        return _own_heads(name, x, heads, rank, degree)
+        dimension = HEAD_ARGUMENTS.get(name)
+        if dimension is None or not isinstance(x, torch.Tensor) or x.ndim <= dimension:
+            return x
+        count = x.shape[dimension]
+        if name == "attention_mask" and (x.ndim != 4 or count != heads or heads == 1):
+            return x  # one mask for all heads
+        if count % heads:
+            return x
+        split = x.unflatten(dimension, (count // heads, heads))
+        return split.narrow(dimension + 1, rank * own, own).flatten(dimension, dimension + 1)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cut = [own_heads(name, x) for name, x in zip(names, args, strict=False)]
@@ -53,20 +62,6 @@ def shard_attention_heads(model: nn.Module, module: nn.Module, rank: int, degree
 
     if HEAD_ARGUMENTS.keys() & set(names):
         module.forward = forward
-
-
-def _own_heads(name: str, x: Any, heads: int, rank: int, degree: int) -> Any:
-    dimension = HEAD_ARGUMENTS.get(name)
-    if dimension is None or not isinstance(x, torch.Tensor) or x.ndim <= dimension:
-        return x
-    count = x.shape[dimension]
-    if name == "attention_mask" and (x.ndim != 4 or count != heads or heads == 1):
-        return x  # one mask for all heads
-    if count % heads:
-        return x
-    split = x.unflatten(dimension, (count // heads, heads))
-    own = heads // degree
-    return split.narrow(dimension + 1, rank * own, own).flatten(dimension, dimension + 1)
 
 
 # The input embedding, sharded by vocabulary, and the head's logits.
@@ -115,6 +110,7 @@ def wrap_forward(
     Raises RuntimeError for a style without an implementation.
     """
     module = model.get_submodule(path)
+    parent: Any = model.get_submodule(path.rpartition(".")[0])
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
     enter, leave = (
@@ -133,7 +129,10 @@ def wrap_forward(
         case "colwise_gather_output":
             _wrap_inputs_and_output(module, enter=enter, leave=gather)
         case "multi_query_colwise":
-            own = _rank_query_slices(model, path, held["weight"].shape[0], rank, degree)
+            # The rank's fused query heads, and the one key/value head, which stays unsharded.
+            width = 2 * parent.head_dim
+            queries = held["weight"].shape[0] - width
+            own = ((queries // degree * rank, queries // degree), (queries, width))
             _wrap_inputs_and_output(
                 module,
                 enter=enter,
@@ -154,7 +153,10 @@ def wrap_forward(
         case "moe_identity_expert":
             _wrap_inputs_and_output(module, enter=lambda x: x / degree)
         case "mla_kv_a_proj":
-            rotary = _rotary_width(model, path)
+            # The last features are rotary, and go to every head without kv_b_proj.
+            config: Any = model.config
+            rotary = getattr(parent, "qk_rope_head_dim", None)
+            rotary = int(rotary or config.get_text_config().qk_rope_head_dim)
             if held["weight"].dimension is None:
                 _wrap_inputs_and_output(
                     module, leave=lambda y: _copy_rotary_to_region(y, rotary, group)
@@ -240,28 +242,6 @@ def _divide_replicated_parameters(
             module._parameters.update(parameters)
 
     module.forward = forward
-
-
-def _rank_query_slices(
-    model: nn.Module, path: str, features: int, rank: int, degree: int
-) -> tuple[tuple[int, int], ...]:
-    """Return the rank's slices of fused query heads and one key/value head, which stays
-    unsharded."""
-    attention: Any = model.get_submodule(path.rpartition(".")[0])
-    queries = features - 2 * attention.head_dim
-    return ((queries // degree * rank, queries // degree), (queries, 2 * attention.head_dim))
-
-
-def _rotary_width(model: nn.Module, path: str) -> int:
-    """Return the rotary width of multi-head latent attention's projection.
-
-    These last features go to every head, without kv_b_proj.
-    """
-    parent: Any = model.get_submodule(path.rpartition(".")[0])
-    config: Any = model.config
-    return int(
-        getattr(parent, "qk_rope_head_dim", None) or config.get_text_config().qk_rope_head_dim
-    )
 
 
 def _copy_rotary_to_region(y: torch.Tensor, rotary: int, group: dist.ProcessGroup) -> torch.Tensor:

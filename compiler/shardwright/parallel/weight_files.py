@@ -15,7 +15,6 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.weight_conversion import Conversion, dequantizer, map_keys, meta_tensor
 from shardwright.models.weights_check import FLOATS, INDEX, SINGLE, weight_file_names
 from shardwright.utils.file_io import parse_json, read_regular_file
-from shardwright.utils.json_values import JsonObject
 
 _EXACT_IN = {
     torch.float32: ("F32", "F16", "BF16"),
@@ -73,15 +72,25 @@ class WeightFiles:
 
     def read(self, name: str, range_: SliceRange | None) -> torch.Tensor:
         """Read a parameter. Raises Refusal with SW6219 where it is not finite."""
-        if name in self._converted:
-            whole = self._convert(name)
+        if conversion := self._converted.get(name):
+            # The last conversion is memoized, because a fused tensor gives several.
+            if self._last[0] != conversion.first:
+                made = conversion.convert(self._model, lambda key: self._slice(key, None))
+                self._last = (conversion.first, made)
+            whole = self._last[1][name]
             tensor = whole if range_ is None else whole.narrow(*range_)
         else:
             tensor = self._slice(self._direct[name], range_)
         if name in self._parameters and tensor.numel() and tensor.is_floating_point():
             low, high = torch.aminmax(tensor)  # NaN is in both
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise _not_finite(name, self.folder, tensor.dtype)
+                raise refusal(
+                    "SW6219",
+                    f"{name} in {str(self.folder)!r} holds values that are infinite or not a "
+                    f"number ({str(tensor.dtype).removeprefix('torch.')})",
+                    "Training from it gives no finite loss. Take weights that were saved in bf16 "
+                    "or fp32, or an earlier checkpoint.",
+                )
         return tensor
 
     def may_round(self, name: str, dtype: torch.dtype) -> bool:
@@ -153,48 +162,23 @@ class WeightFiles:
 
     def _map(self, model: PreTrainedModel) -> None:
         """Rename, merge and dequantize tensors as from_pretrained does."""
-        self._model, self._quantizer = model, dequantizer(self._config())
+        try:  # the configuration beside the weights tells how they are stored
+            config = parse_json(read_regular_file(self.folder / "config.json"))
+        except (OSError, ValueError):
+            config = {}
+        self._model = model
+        self._quantizer = dequantizer(config if isinstance(config, dict) else {})
+
+        def meta(key: str) -> torch.Tensor:
+            lazy = self._open(self._where[key]).get_slice(key)
+            return meta_tensor(lazy.get_shape(), lazy.get_dtype())
+
         found = map_keys(model, self._where, self._quantizer)
         self._direct = dict(found.direct)
         for conversion in found.conversions:
             try:
-                made = conversion.convert(model, self._meta)
-            except (
-                Exception
-            ) as error:  # of transformers' own operations, on a set of tensors that is not whole
+                made = conversion.convert(model, meta)
+            except Exception as error:  # transformers' own operations, on an incomplete set
                 raise self.refusal(f"{conversion.first} cannot be assembled ({error})") from None
             for name, tensor in made.items():
                 self._converted[name], self._shapes[name] = conversion, tuple(tensor.shape)
-
-    def _config(self) -> JsonObject:
-        """Return the configuration beside the weights, which tells how they are stored."""
-        try:
-            config = parse_json(read_regular_file(self.folder / "config.json"))
-        except (OSError, ValueError):
-            return {}
-        return config if isinstance(config, dict) else {}
-
-    def _meta(self, key: str) -> torch.Tensor:
-        lazy = self._open(self._where[key]).get_slice(key)
-        return meta_tensor(lazy.get_shape(), lazy.get_dtype())
-
-    def _convert(self, name: str) -> torch.Tensor:
-        """Convert a tensor; the last conversion is memoized, because a fused tensor gives
-        several."""
-        conversion = self._converted[name]
-        if self._last[0] != conversion.first:
-            self._last = (
-                conversion.first,
-                conversion.convert(self._model, lambda key: self._slice(key, None)),
-            )
-        return self._last[1][name]
-
-
-def _not_finite(name: str, folder: Path, dtype: torch.dtype) -> Refusal:
-    kind = str(dtype).removeprefix("torch.")
-    message = f"{name} in {str(folder)!r} holds values that are infinite or not a number ({kind})"
-    help = (
-        "Training from it gives no finite loss. Take weights that were saved in bf16 or fp32, "
-        "or an earlier checkpoint."
-    )
-    return refusal("SW6219", message, help)

@@ -224,7 +224,9 @@ class LayerSeededWeights:
         return self._shapes
 
     def read(self, name: str, range_: Any) -> torch.Tensor:
-        group = self._group(name)
+        inside = name.startswith(self.stack + ".")
+        layer = f"{self.stack}.{name[len(self.stack) + 1 :].split('.')[0]}"
+        group = layer if inside else name.rpartition(".")[0]
         if self._drawn[0] != group:
             self._drawn = (group, self._draw(group))
         tensor = self._drawn[1][name]
@@ -232,11 +234,6 @@ class LayerSeededWeights:
 
     def may_round(self, name: str, dtype: torch.dtype) -> bool:
         return dtype != torch.float32
-
-    def _group(self, name: str) -> str:
-        inside = name.startswith(self.stack + ".")
-        layer = f"{self.stack}.{name[len(self.stack) + 1 :].split('.')[0]}"
-        return layer if inside else name.rpartition(".")[0]
 
     @torch.no_grad()
     def _draw(self, group: str) -> dict[str, torch.Tensor]:
@@ -246,20 +243,17 @@ class LayerSeededWeights:
             for leaf, parameter in each._parameters.items():
                 if parameter is not None:
                     each._parameters[leaf] = nn.Parameter(torch.zeros(parameter.shape))
-        owner = self._owner(group)
+        # The innermost transformers model around the group knows how to initialize its modules.
+        owner, path = self.model, group
+        while path:
+            path = path.rpartition(".")[0]
+            around = self.model.get_submodule(path)
+            if isinstance(around, PreTrainedModel):
+                owner = around
+                break
         torch.manual_seed(
             int.from_bytes(hashlib.sha256(f"{self.seed} {group}".encode()).digest()[:7], "big")
         )
         for each in reversed(list(module.modules())):
             owner._init_weights(each)
         return {f"{group}.{leaf}": p.detach() for leaf, p in module.named_parameters()}
-
-    def _owner(self, path: str) -> PreTrainedModel:
-        """Return the innermost transformers model around `path`, which knows how to initialize
-        its modules."""
-        while path:
-            path = path.rpartition(".")[0]
-            module = self.model.get_submodule(path)
-            if isinstance(module, PreTrainedModel):
-                return module
-        return self.model

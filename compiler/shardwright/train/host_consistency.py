@@ -101,27 +101,26 @@ def host_difference(gathered: Sequence[tuple[str, Digests]], help_text: str) -> 
 
 
 def _edited_files(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:
-    missing, edited = "is missing", "is not what compile wrote: it was edited"
-    return tuple(
-        Diagnostic(
-            code="SW6010",
-            message=f"{name} {missing if found[name] == ABSENT else edited}",
-            help=f"{_edit_advice(plan, name)}, and compile again, so that the plan and its "
-            "predictions include the change. (Compiling the same recipe again restores the file.)",
+    engine, errors = engine_of(plan), []
+    for name, digest in plan.digests.items():
+        if found.get(name, ABSENT) == digest:
+            continue
+        if name in engine.inputs:
+            key = f"`extra:` takes {engine.title}'s keys"
+        else:
+            key = "its `model` section" if name.startswith(MODEL_DIRECTORY) else "`data.tokenizer`"
+        is_missing = found[name] == ABSENT
+        errors.append(
+            Diagnostic(
+                code="SW6010",
+                message=f"{name} "
+                + ("is missing" if is_missing else "is not what compile wrote: it was edited"),
+                help=f"Edit the recipe: {key}, and compile again, so that the plan and its "
+                "predictions include the change. (Compiling the same recipe again restores the "
+                "file.)",
+            )
         )
-        for name, digest in plan.digests.items()
-        if found.get(name, ABSENT) != digest
-    )
-
-
-def _edit_advice(plan: Plan, name: str) -> str:
-    engine = engine_of(plan)
-    if name in engine.inputs:
-        return f"Edit the recipe: `extra:` takes {engine.title}'s keys"
-    return (
-        "Edit the recipe: "
-        f"{'its `model` section' if name.startswith(MODEL_DIRECTORY) else '`data.tokenizer`'}"
-    )
+    return tuple(errors)
 
 
 def _digest(path: Path) -> str:

@@ -95,21 +95,16 @@ def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
 
 def acquire_lease_on_rank_0(lease: Lease, folder: Path) -> bool:
     """Take the lease; return whether `run` has begun this attempt. Raises Refusal."""
-    handed = _run_token(folder)
-    take(lease, folder, handed)
-    return handed is not None
-
-
-def _run_token(folder: Path) -> str | None:
-    """Return the token of the `run` whose attempt this is; None where nobody called `run`."""
+    token: str | None = None
     end = time.monotonic() + HANDOVER_TIMEOUT_SECONDS
     while (owner := lease_owner(folder / "run" / "lease")) is not None and owner.role == RUN:
         if read_attempt_record(folder).lease == owner.token:
-            return owner.token
-        if time.monotonic() > end:
+            token = owner.token
+        if token is not None or time.monotonic() > end:
             break
         time.sleep(0.5)
-    return None
+    take(lease, folder, token)
+    return token is not None
 
 
 def check_no_other_run(plan: Plan, folder: Path, rank: int) -> None:

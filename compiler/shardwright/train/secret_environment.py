@@ -50,8 +50,17 @@ def _values() -> dict[str, str]:
     """Return the file's values and its path; empty where launch.sh named none, or it was read
     before."""
     path = os.environ.pop(ENV_FILE_VARIABLE, "")
+    if not path:
+        return {}
     try:
-        return {**_read(Path(path)), READ_ENV_FILE_VARIABLE: path} if path else {}
+        # No link and no other user's file: everybody can write to the folder.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(file.fileno())
+            own = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+            if not stat.S_ISREG(found.st_mode) or not own:
+                raise PermissionError(f"{path} can be accessed by other users")
+            entries = file.read().split(b"\0")
     except OSError as error:
         raise refusal(
             "SW6012",
@@ -59,19 +68,8 @@ def _values() -> dict[str, str]:
             "launch.sh sends them by ssh when it starts. Try `ssh HOST true` from where it was "
             "started, and check that /dev/shm on this host is not full.",
         ) from None
-
-
-def _read(path: Path) -> dict[str, str]:
-    """Read the file's values. Raises OSError."""
-    # No link and no other user's file: everybody can write to the folder.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{path} can be accessed by other users")
-        entries = file.read().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
-    return {name: value for name, _, value in pairs}
+    return {**{name: value for name, _, value in pairs}, READ_ENV_FILE_VARIABLE: path}
 
 
 def remove_secret_environment_file() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from shardwright.diagnostics import Refusal, refusal
+from shardwright.diagnostics import refusal
 from shardwright.layout.formats import FORMATS
 from shardwright.monitor.run_files import write_json
 from shardwright.plan.plan import Plan
@@ -43,8 +43,17 @@ class NonfiniteLossGuard:
         """Return warnings, each code once a run. Raises Refusal: SW6311."""
         self.finite = math.isfinite(loss)
         self._consecutive_nonfinite = 0 if self.finite else self._consecutive_nonfinite + 1
-        if 0 < self._limit <= self._consecutive_nonfinite:
-            raise self._nonfinite_refusal(step, loss)
+        n = self._consecutive_nonfinite
+        if 0 < self._limit <= n:
+            steps = f"steps {step - n + 1} to {step}" if n > 1 else f"step {step}"
+            raise refusal(
+                "SW6311",
+                f"the loss is not finite in {steps} (last: {loss}): training stopped "
+                f"(training.stop_after_nonfinite: {self._limit})",
+                "Lower training.optimizer.lr, lengthen the warm-up, set precision: bf16, or remove "
+                "the samples that cause the loss; then compile again. `shardwright run` continues "
+                "from the newest checkpoint with a finite loss.",
+            )
         if not self.finite:
             after = (
                 f"the run ends after {self._limit} in a row" if self._limit else "the run continues"
@@ -65,18 +74,6 @@ class NonfiniteLossGuard:
             return []
         self._warned_codes.add(code)
         return [f"warning[{code}]: {message}"]
-
-    def _nonfinite_refusal(self, step: int, loss: float) -> Refusal:
-        n = self._consecutive_nonfinite
-        steps = f"steps {step - n + 1} to {step}" if n > 1 else f"step {step}"
-        return refusal(
-            "SW6311",
-            f"the loss is not finite in {steps} (last: {loss}): training stopped "
-            f"(training.stop_after_nonfinite: {self._limit})",
-            "Lower training.optimizer.lr, lengthen the warm-up, set precision: bf16, or remove the "
-            "samples that cause the loss; then compile again. `shardwright run` continues from the "
-            "newest checkpoint with a finite loss.",
-        )
 
 
 WARM_UP_STEPS = 3

@@ -59,7 +59,11 @@ def main() -> NoReturn:
     number = read_attempt_record(folder).number or 1
     output = os.dup(1)
     if rank != 0:
-        _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
+        log = folder / "run" / "logs" / f"rank-{rank:05d}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
     plan = read_plan(folder)
     watch = RankMonitor(plan, folder, rank, number, output)
     lease = new_run_lease(plan, folder, RANKS) if rank == 0 else None
@@ -88,13 +92,6 @@ def main() -> NoReturn:
             lease.release()
         os._exit(1)
     leave(status)
-
-
-def _redirect_output(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
 
 
 def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:

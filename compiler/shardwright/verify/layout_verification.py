@@ -52,7 +52,6 @@ from shardwright.verify.tiny_copy import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from transformers import PretrainedConfig
 
     from shardwright.verify.reference_run import Reference, Rows
@@ -181,6 +180,7 @@ def _prepare(
     from shardwright.models.tiny_config import token_ids
     from shardwright.verify.reference_run import (
         ReferenceAuxLoss,
+        add_reference_lora,
         loaded,
         merge_reference_lora,
         train,
@@ -240,7 +240,19 @@ def _prepare(
             if rows is None
             else separate_sequences(rows.read(np.arange(len(rows))), padded=padded)
         )
-    _freeze_and_adapt(reference, plan, recipe, freeze)
+    # By the recipe alone, independently of the plan and peft.
+    for name, parameter in reference.named_parameters():
+        if any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for entry in freeze):
+            parameter.requires_grad_(False)
+    if recipe.lora is not None:
+        add_reference_lora(
+            reference,
+            plan.model.cut.stack,
+            recipe.lora.target_modules,
+            rank=min(recipe.lora.rank, tiny_copy.RANK),
+            alpha=recipe.lora.alpha,
+            seed=tiny_copy.SEED,
+        )
     expected = train(
         reference,
         blocks,
@@ -324,25 +336,6 @@ def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = 
     return compiled.plan
 
 
-def _freeze_and_adapt(model: nn.Module, plan: Plan, recipe: Recipe, freeze: Sequence[str]) -> None:
-    """Freeze and adapt the model in place, by the recipe alone, independently of the plan and
-    peft."""
-    from shardwright.verify.reference_run import add_reference_lora
-
-    for name, parameter in model.named_parameters():
-        if any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for entry in freeze):
-            parameter.requires_grad_(False)
-    if recipe.lora is not None:
-        add_reference_lora(
-            model,
-            plan.model.cut.stack,
-            recipe.lora.target_modules,
-            rank=min(recipe.lora.rank, tiny_copy.RANK),
-            alpha=recipe.lora.alpha,
-            seed=tiny_copy.SEED,
-        )
-
-
 def _no_copy(graph: ModelGraph, why: str) -> Refusal:
     return refusal(
         "SW5402",
@@ -379,7 +372,10 @@ def _measure(
             state_dict_max_abs_diff(trained_weights, used),
             WEIGHT_ABSOLUTE,
         )
-    held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
+    held = 0
+    for rank in plan.ranks:
+        record = (out / "run" / "ranks" / f"rank-{rank.rank:05d}.json").read_text("utf-8")
+        held += json.loads(record)["parameter_bytes"] != rank.parameter_bytes
     trained = (
         Comparison(
             "losses",
@@ -502,13 +498,6 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
             name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name
         }
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | adapters
-
-
-def _held(out: Path, rank: int) -> int:
-    document: JsonObject = json.loads(
-        (out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text("utf-8")
-    )
-    return int(str(document["parameter_bytes"]))
 
 
 def _launch(out: Path) -> None:

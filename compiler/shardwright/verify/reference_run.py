@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,21 +144,11 @@ def add_reference_lora(
         a, b = nn.Linear(into, rank, bias=False), nn.Linear(rank, out, bias=False)
         nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
         nn.init.zeros_(b.weight)
-        module.register_forward_hook(partial(_add_adapter, a, b, alpha / rank))
+        module.register_forward_hook(
+            lambda _m, inputs, output, a=a, b=b: output + alpha / rank * b(a(inputs[0]))
+        )
         module.add_module("lora_A", nn.ModuleDict({"default": a}))
         module.add_module("lora_B", nn.ModuleDict({"default": b}))
-
-
-def _add_adapter(
-    a: nn.Linear,
-    b: nn.Linear,
-    scale: float,
-    module: nn.Module,
-    inputs: tuple[torch.Tensor],
-    output: torch.Tensor,
-) -> torch.Tensor:
-    adapted: torch.Tensor = output + scale * b(a(inputs[0]))
-    return adapted
 
 
 def merge_reference_lora(
@@ -211,17 +200,14 @@ class ReferenceAuxLoss:
 
     def loss(self) -> torch.Tensor:
         """Return the mean over layers and sequences."""
-        every = [self._of(documents) for layers in self._sequences.values() for documents in layers]
-        return self.coefficient * torch.stack(every).mean()
-
-    def _of(self, documents: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Return the loss of one layer and one sequence, given its documents in order."""
-        logits, chosen = (torch.cat(parts) for parts in zip(*documents, strict=True))
-        tokens, experts = logits.shape
-        share = self._affinity(logits.float())
-        share = share / share.sum(dim=1, keepdim=True)
-        return torch.stack(
-            [
+        every = []
+        for documents in (each for layers in self._sequences.values() for each in layers):
+            # One layer and one sequence, whose documents are in order.
+            logits, chosen = (torch.cat(parts) for parts in zip(*documents, strict=True))
+            tokens, experts = logits.shape
+            share = self._affinity(logits.float())
+            share = share / share.sum(dim=1, keepdim=True)
+            by_expert = [
                 experts
                 / (chosen.shape[1] * tokens)
                 * int((chosen == expert).sum())
@@ -229,7 +215,8 @@ class ReferenceAuxLoss:
                 / tokens
                 for expert in range(experts)
             ]
-        ).sum()
+            every.append(torch.stack(by_expert).sum())
+        return self.coefficient * torch.stack(every).mean()
 
 
 def mean_loss(

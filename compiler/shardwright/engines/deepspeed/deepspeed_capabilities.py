@@ -9,7 +9,6 @@ from shardwright.engines.deepspeed.ds_config import OPTIMIZER_NAMES, extra_error
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate, Rule, rule
-from shardwright.utils.json_values import JsonValue
 
 # DeepSpeed's files in the compiled folder.
 DS_CONFIG = "ds_config.json"
@@ -121,20 +120,16 @@ def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
     """
     if x.strategy.pipeline == 1:
         return None
-    key = next(
-        (key for key in EXTRA_KEYS_REFUSED_IN_PIPELINE if _is_on(x.recipe.extra.get(key))), None
-    )
-    if key is None:
-        return None
-    return found(
-        "SW3133",
-        f"extra.{key}",
-        (
-            f"extra.{key} does not run at pipeline {x.strategy.pipeline}: "
-            f"{EXTRA_KEYS_REFUSED_IN_PIPELINE[key]}"
-        ),
-        "Remove it, or write `pipeline: 1`. run/metrics.jsonl has every step's seconds.",
-    )
+    for key, why in EXTRA_KEYS_REFUSED_IN_PIPELINE.items():
+        value = x.recipe.extra.get(key)
+        if value.get("enabled") if isinstance(value, Mapping) else value:
+            return found(
+                "SW3133",
+                f"extra.{key}",
+                f"extra.{key} does not run at pipeline {x.strategy.pipeline}: {why}",
+                "Remove it, or write `pipeline: 1`. run/metrics.jsonl has every step's seconds.",
+            )
+    return None
 
 
 def experts_without_zero(x: Candidate) -> Diagnostic | None:
@@ -154,10 +149,6 @@ def experts_without_zero(x: Candidate) -> Diagnostic | None:
         "Use zero_stage: 1, 2 or 3.",
         (1, 2, 3),
     )
-
-
-def _is_on(value: JsonValue) -> bool:
-    return bool(value.get("enabled") if isinstance(value, Mapping) else value)
 
 
 RULES: dict[str, Rule] = {

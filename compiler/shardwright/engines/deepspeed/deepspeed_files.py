@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.deepspeed.deepspeed_capabilities import ACCELERATE, AUTOTP_FILE, DS_CONFIG
@@ -128,24 +127,14 @@ AutoTP also changes head counts, which depends on a type's code.
 """
 
 
-def _packed(split: ModuleSharding) -> JsonObject:
-    blocks = split.parameters[0].blocks
-    equal = len(set(blocks)) == 1
-    shape: list[JsonValue] = [len(blocks) if equal else list(blocks), -1]
-    return {"partition_type": "column", "shape": shape, "partition_dim": 0}
-
-
 # style -> the rest of a layer spec (module_inject/autotp_config.py, TPLayerSpec)
-_SPECS: dict[str, Callable[[ModuleSharding], JsonObject]] = {
-    "colwise": lambda split: {"partition_type": "column"},
-    "rowwise": lambda split: {"partition_type": "row"},
-    "packed_colwise": _packed,
-    "replicated": lambda split: {"partition_type": "skip"},
-    "replicated_with_grad_allreduce": lambda split: {
-        "partition_type": "skip",
-        "grad_allreduce": True,
-    },
-    "vocabulary_embedding": lambda split: {"partition_type": "skip"},
+_SPECS: dict[str, JsonObject] = {
+    "colwise": {"partition_type": "column"},
+    "rowwise": {"partition_type": "row"},
+    "packed_colwise": {"partition_type": "column"},
+    "replicated": {"partition_type": "skip"},
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+    "vocabulary_embedding": {"partition_type": "skip"},
 }
 
 
@@ -166,9 +155,16 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         why = _obstacle(split)
         if why:
             return _warning(split, why)
-        pattern = _pattern(split)
-        spec = _SPECS[split.style](split)
-        if specs.setdefault(pattern, spec) != spec:
+        spec = _SPECS[split.style]
+        if split.style == "packed_colwise":
+            blocks = split.parameters[0].blocks
+            count: JsonValue = len(blocks) if len(set(blocks)) == 1 else list(blocks)
+            spec = {**spec, "shape": [count, -1], "partition_dim": 0}
+        # AutoTP matches parameter names from their start; the pattern has any layer's number.
+        name = re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(split.module))
+        # Gradients are summed for every parameter of the module; only its weight is sharded.
+        leaf = r".*" if split.style == "replicated_with_grad_allreduce" else "weight"
+        if specs.setdefault(rf"^{name}\.{leaf}$", spec) != spec:
             return _warning(split, "is not sharded as in the other layers")
     if plan.model.model_type not in AUTOTP_VERIFIED_TYPES:
         return _warning(
@@ -202,15 +198,6 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         },
     }
     return validated_ds_config({**rest, "tensor_parallel": section})
-
-
-def _pattern(split: ModuleSharding) -> str:
-    """A regular expression for the module's parameters: AutoTP matches names from their start; any
-    layer number."""
-    name = re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(split.module))
-    # Gradients are summed for every parameter of the module; only its weight is sharded.
-    ending = r"\..*$" if split.style == "replicated_with_grad_allreduce" else r"\.weight$"
-    return f"^{name}{ending}"
 
 
 def _obstacle(split: ModuleSharding) -> str:

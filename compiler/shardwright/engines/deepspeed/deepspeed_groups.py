@@ -35,11 +35,14 @@ def hpz_group(plan: Plan) -> dist.ProcessGroup | None:
     sharing: dict[tuple[int, int], list[int]] = {}
     for rank in plan.ranks:
         sharing.setdefault((rank.tensor, rank.data // size), []).append(rank.rank)
-    for ranks in sharing.values():  # each rank makes all groups, in the same order
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, _ = own_group(sharing.values())
     return groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+
+
+def own_group(members: Iterable[list[int]]) -> tuple[dist.ProcessGroup, list[int]]:
+    """Build every group, as each rank must, and return this rank's with its ranks. Collective."""
+    made = [(dist.new_group(ranks), ranks) for ranks in members]
+    return next(each for each in made if dist.get_rank() in each[1])
 
 
 def drop_hpz_copies(module: nn.Module) -> None:
@@ -62,7 +65,13 @@ def drop_hpz_copies(module: nn.Module) -> None:
 
 def build_expert_sharder(plan: Plan, model: nn.Module) -> ExpertSharder:
     """Build the expert groups and return what shards this rank's experts. Collective."""
-    _clear_expert_groups()
+    for made in (
+        groups._EXPERT_PARALLEL_GROUP,
+        groups._EXPERT_PARALLEL_GROUP_RANKS,
+        groups._EXPERT_DATA_PARALLEL_GROUP,
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+    ):
+        made.clear()  # an earlier engine of this process may have left some
     if plan.strategy.expert == 1:
         return ExpertSharder(model)
     name = _group_name(plan)
@@ -76,32 +85,15 @@ def build_expert_sharder(plan: Plan, model: nn.Module) -> ExpertSharder:
         alike.setdefault((rank.pipeline, rank.tensor, plan.expert_rank_of(rank)), []).append(
             rank.rank
         )
-    groups._EXPERT_PARALLEL_GROUP[name], groups._EXPERT_PARALLEL_GROUP_RANKS[name] = _own_group(
+    groups._EXPERT_PARALLEL_GROUP[name], groups._EXPERT_PARALLEL_GROUP_RANKS[name] = own_group(
         together.values()
     )
     groups._EXPERT_DATA_PARALLEL_GROUP[name], groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = (
-        _own_group(alike.values())
+        own_group(alike.values())
     )
     return ExpertSharder(
         model, plan.experts, groups._EXPERT_PARALLEL_GROUP[name], partial(_mark_expert, name)
     )
-
-
-def _clear_expert_groups() -> None:
-    """Of an engine that this process had before."""
-    for made in (
-        groups._EXPERT_PARALLEL_GROUP,
-        groups._EXPERT_PARALLEL_GROUP_RANKS,
-        groups._EXPERT_DATA_PARALLEL_GROUP,
-        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
-    ):
-        made.clear()
-
-
-def _own_group(members: Iterable[list[int]]) -> tuple[dist.ProcessGroup, list[int]]:
-    """Build every group, as each rank must, and return this rank's."""
-    made = [(dist.new_group(ranks), ranks) for ranks in members]
-    return next(each for each in made if dist.get_rank() in each[1])
 
 
 def _group_name(plan: Plan) -> str:
@@ -150,7 +142,13 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
         padding = nn.Module()
         module.add_module("padding", padding)
         dense += _padding(padding, "dense", dense)
-    if plan.strategy.expert == 1 or not _trains_experts(plan):
+    # DeepSpeed requires expert parameters in the groups of a model with an expert layer: a model
+    # whose experts are all frozen, on every stage, stays dense to it.
+    names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
+    trains_experts = any(
+        plan.is_expert_parameter(name) and not plan.model.is_frozen(name) for name in names
+    )
+    if plan.strategy.expert == 1 or not trains_experts:
         return decay_groups(dense, decay)
     name = _group_name(plan)
     module.add_module("expert_marker", _ExpertLayerMarker(len(plan.experts)))
@@ -163,16 +161,6 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
         *decay_groups(dense, decay),
         *({**group, "moe": True, "name": name} for group in decay_groups(experts, decay)),
     ]
-
-
-def _trains_experts(plan: Plan) -> bool:
-    """Return whether any stage has an expert that is not frozen.
-
-    DeepSpeed requires expert parameters in the groups of a model in which it finds an expert layer,
-    so without any the model is dense to it.
-    """
-    names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
-    return any(plan.is_expert_parameter(name) and not plan.model.is_frozen(name) for name in names)
 
 
 def _padding(

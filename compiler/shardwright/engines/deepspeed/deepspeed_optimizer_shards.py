@@ -111,7 +111,20 @@ def optimizer_shards(plan: Plan, engine: Any) -> Iterator[OwnedShard]:
     masters = _masters(engine)
     for name, parameter in named_parameters(plan, engine.module).items():
         if not parameter.requires_grad:
-            yield _untrained_shard(engine, name, parameter)
+            partitioned = hasattr(parameter, "ds_tensor")
+            start, numel = 0, parameter.numel()
+            if partitioned:
+                start, numel = _zero3_partition_range(engine.optimizer, parameter)
+            value = _model_values(parameter, start, max(0, numel))
+            yield OwnedShard(
+                name=name,
+                shard_shape=_shard_shape(parameter),
+                start=start,
+                states={"value": value},
+                live=value,
+                partitioned=partitioned,
+                copied=getattr(parameter, "ds_pipe_replicated", False),
+            )
             continue
         place = _shard_address(engine, parameter)
         if place is None:  # another data rank owns all of it
@@ -181,26 +194,6 @@ def _model_values(parameter: Any, start: int, numel: int) -> torch.Tensor:
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.data.view(-1).narrow(0, 0, numel)  # type: ignore[no-any-return]
     return parameter.data.view(-1).narrow(0, start, numel)  # type: ignore[no-any-return]
-
-
-def _untrained_shard(engine: Any, name: str, parameter: Any) -> OwnedShard:
-    """Return the shard of a frozen parameter, in the compute dtype."""
-    partitioned = hasattr(parameter, "ds_tensor")
-    start, numel = (
-        _zero3_partition_range(engine.optimizer, parameter)
-        if partitioned
-        else (0, parameter.numel())
-    )
-    value = _model_values(parameter, start, max(0, numel))
-    return OwnedShard(
-        name=name,
-        shard_shape=_shard_shape(parameter),
-        start=start,
-        states={"value": value},
-        live=value,
-        partitioned=partitioned,
-        copied=getattr(parameter, "ds_pipe_replicated", False),
-    )
 
 
 def copy_masters_to_model(engine: Any) -> None:

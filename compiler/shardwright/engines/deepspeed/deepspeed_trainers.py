@@ -20,6 +20,7 @@ from torch import nn
 from shardwright.engines.deepspeed.deepspeed_groups import (
     build_expert_sharder,
     hpz_group,
+    own_group,
     parameter_groups,
 )
 from shardwright.engines.deepspeed.deepspeed_optimizer_shards import (
@@ -449,7 +450,13 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
         lambda n, count: local_expert_range(plan, at, n, count),
     )
     add_adapters(model, plan, transposed)
-    experts, context = build_expert_sharder(plan, model), _context_group(plan)
+    experts = build_expert_sharder(plan, model)
+    context: dist.ProcessGroup | None = None
+    if plan.strategy.context > 1:
+        members: dict[tuple[int, ...], list[int]] = {}
+        for r in plan.ranks:
+            members.setdefault((r.pipeline, r.data, r.tensor), []).append(r.rank)
+        context, _ = own_group(members.values())
     balance = router_balance(plan, model, context)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     kind = ContrastiveTrainer if plan.model.task_traits.compares_pairs else DataParallelTrainer
@@ -463,14 +470,3 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
         fill_fp32_masters(trainer.owned_shards(), ShardReader(plan, weights, transposed))
     TENSOR_PARALLEL_RNG.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
-
-
-def _context_group(plan: Plan) -> Any:
-    """Build every context group, as each rank must; return this rank's, or None. Collective."""
-    if plan.strategy.context == 1:
-        return None
-    members: dict[tuple[int, ...], list[int]] = {}
-    for r in plan.ranks:
-        members.setdefault((r.pipeline, r.data, r.tensor), []).append(r.rank)
-    groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()]
-    return next(group for ranks, group in groups if dist.get_rank() in ranks)

@@ -316,6 +316,11 @@ def ds_config(plan: Plan) -> JsonObject:
     second time.
     """
     strategy, training, optimizer = plan.strategy, plan.training, plan.optimizer
+    precision: dict[str, JsonValue] = {}
+    if FORMATS[training.precision].is_half:
+        precision[training.precision] = {"enabled": True}
+        if training.precision == "bf16" or training.gradient_accumulation_dtype != "fp16":
+            precision["data_types"] = {"grad_accum_dtype": training.gradient_accumulation_dtype}
     config: dict[str, JsonValue] = {
         # To DeepSpeed context ranks are data ranks, each with its own sequences.
         "train_batch_size": training.global_batch_size * strategy.context,
@@ -335,7 +340,7 @@ def ds_config(plan: Plan) -> JsonObject:
             },
         },
         "zero_optimization": plan.zero,
-        **_precision(plan),
+        **precision,
         "steps_per_print": STEPS_PER_PRINT_NEVER,  # run/metrics.jsonl has every step
         "wall_clock_breakdown": False,
     }
@@ -374,18 +379,3 @@ def validated_ds_config(config: JsonObject) -> JsonObject:
     if wrong:
         raise ValueError(f"ds_config: {', '.join(wrong)}")
     return config
-
-
-def _precision(plan: Plan) -> dict[str, JsonValue]:
-    training = plan.training
-    if training.precision == "bf16":
-        return {
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": training.gradient_accumulation_dtype},
-        }
-    if training.precision == "fp16":
-        section: dict[str, JsonValue] = {"fp16": {"enabled": True}}
-        if training.gradient_accumulation_dtype != "fp16":
-            section["data_types"] = {"grad_accum_dtype": training.gradient_accumulation_dtype}
-        return section
-    return {}

@@ -72,7 +72,13 @@ class StatePacker:
         """
         parts = (state.hidden, state.position_ids, *state.payload)
         if self._header is None:
-            numbers = [n for part in parts for n in _description(part)]
+            numbers: list[int] = []
+            for part in parts:
+                numbers += (
+                    (-1,)
+                    if part is None
+                    else (STATE_DTYPES.index(part.dtype), part.ndim, *part.shape)
+                )
             self._header = torch.tensor([len(numbers) + 1, *numbers], device=state.hidden.device)
         there = [part for part in parts if part is not None]
         floating = [part for part in there if part.is_floating_point()]
@@ -103,10 +109,6 @@ class StatePacker:
         hidden, position_ids, *payload = parts
         assert hidden is not None
         return State(hidden=hidden, position_ids=position_ids, payload=tuple(payload))
-
-
-def _description(part: torch.Tensor | None) -> tuple[int, ...]:
-    return (-1,) if part is None else (STATE_DTYPES.index(part.dtype), part.ndim, *part.shape)
 
 
 def _layout(numbers: list[int]) -> list[tuple[torch.dtype, tuple[int, ...]] | None]:

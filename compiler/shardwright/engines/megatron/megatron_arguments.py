@@ -166,9 +166,10 @@ def _model_options(plan: Plan, config: JsonObject) -> Iterator[Option]:
     if family.scaled_embedding:
         raise MissingOption("an embedding scaled by the square root of the hidden size")
     length = plan.training.sequence_length
+    positions = getattr(whole, "max_position_embeddings", 0) or getattr(whole, "n_positions", 0)
     yield from (
         ("--seq-length", str(length)),
-        ("--max-position-embeddings", str(_positions(whole, length))),
+        ("--max-position-embeddings", str(max(length, positions))),
     )
     vocabulary = plan.model.vocabulary_size
     yield from (("--vocab-size", str(vocabulary)), ("--make-vocab-size-divisible-by", "1"))
@@ -183,7 +184,14 @@ def _model_options(plan: Plan, config: JsonObject) -> Iterator[Option]:
         if name in _SWITCHES:
             yield from [(_SWITCHES[name],)] * bool(value)
         elif value is not None:
-            yield f"--{_NAMES.get(name, name.replace('_', '-'))}", _text(value)
+            option = f"--{_NAMES.get(name, name.replace('_', '-'))}"
+            if isinstance(value, tuple):
+                yield option, ",".join(map(str, value))
+            else:
+                yield (
+                    option,
+                    repr(value) if isinstance(value, float) else str(value).replace(" ", ""),
+                )
     yield from (
         [("--position-embedding-type", "learned_absolute")]
         if family.learned_positions
@@ -194,15 +202,6 @@ def _model_options(plan: Plan, config: JsonObject) -> Iterator[Option]:
     yield from (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
     if (deviation := getattr(whole, "initializer_range", None)) is not None:
         yield "--init-method-std", repr(float(deviation))
-
-
-def _positions(config: Any, length: int) -> int:
-    return int(
-        max(
-            length,
-            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0),
-        )
-    )
 
 
 def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
@@ -315,13 +314,6 @@ def pipeline_layout_text(plan: Plan) -> str:
             ",".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
         )
     return "|".join(stages)
-
-
-def _text(value: Any) -> str:
-    """Return a value as Megatron's parser reads it, tuples and lists included."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return repr(value) if isinstance(value, float) else str(value).replace(" ", "")
 
 
 # Megatron-Core's Lowering (engine_definition.Lowering).

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
@@ -88,9 +89,11 @@ class TorchCoreAttention(MegatronModule):
         if config.apply_query_key_layer_scaling:
             raise ValueError("scores scaled by the layer's number")
         window = config.window_size
-        self.window = (
-            window[0] + 1 if window is not None and _is_windowed(config, layer_number) else None
-        )
+        self.window: int | None = None
+        if window is not None and is_layer_window_attention(
+            window, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = window[0] + 1
         self.ranks = config.context_parallel_size
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -180,14 +183,6 @@ def _attention_with_sinks(
     none = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     probabilities = torch.cat((scores, none.to(scores)), dim=-1).softmax(-1, dtype=torch.float32)
     return probabilities[..., :-1].to(v) @ v
-
-
-def _is_windowed(config: Any, layer_number: int) -> bool:
-    from megatron.core.transformer.utils import is_layer_window_attention
-
-    return bool(
-        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-    )
 
 
 class TorchNorm(nn.Module):

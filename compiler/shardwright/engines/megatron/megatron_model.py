@@ -126,17 +126,13 @@ def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
         # (megatron/core/tensor_parallel/layers.py, _initialize_affine_weight_gpu).
         **dict.fromkeys(
             ("init_method", "output_layer_init_method", "embedding_init_method"),
-            _skip_initialization,
+            lambda parameter: parameter,
         ),
         # The loss is divided by the labels of the global batch before its backward pass.
         "calculate_per_token_loss": True,
     }
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     return kind(**{**fixed, **settings, **parallel})
-
-
-def _skip_initialization(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter
 
 
 def layer_spec(
@@ -211,8 +207,13 @@ def build_model(
     first, last: the stage has the embedding, the head
     """
     family = weight_mapping(config)
-    if rotary is not None:
-        _scale_scores(megatron, rotary)
+    if rotary is not None and rotary.scaling != 1.0:
+        # A scaling of queries and keys is one of the scores, where rotation covers all of a head.
+        if 2 * len(rotary.frequencies) != megatron.kv_channels or megatron.multi_latent_attention:
+            raise Unsupported(
+                f"a rotary scaling of {rotary.scaling:.6g} on a part of each query and key"
+            )
+        megatron.softmax_scale = megatron.kv_channels**-0.5 * rotary.scaling**2
     block = _block_spec(megatron, family, virtual_stage, transformer_engine)
     model = GPTModel(
         config=megatron,
@@ -226,8 +227,17 @@ def build_model(
         vp_stage=virtual_stage,
     )
     if rotary is not None:
-        _set_rotary_frequencies(model, rotary)
-    _mark_experts(model, megatron)
+        for module in model.modules():
+            if getattr(module, "rotary_pos_emb", None) is not None:
+                module.rotary_pos_emb.inv_freq = rotary.frequencies.to(torch.cuda.current_device())
+    own_tensor = megatron.expert_tensor_parallel_size != megatron.tensor_model_parallel_size
+    if megatron.expert_model_parallel_size > 1 or own_tensor:
+        # Experts' gradients are summed over the ranks that hold the same experts. Megatron marks
+        # them where there are expert ranks (megatron/core/tensor_parallel/layers.py:886); with
+        # expert-tensor ranks alone, tensor ranks hold the same experts.
+        for name, parameter in model.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False
     if first and family.scaled_embedding:
         scale = torch.tensor(config.hidden_size**0.5, dtype=megatron.params_dtype)
         model.embedding.register_forward_hook(
@@ -342,40 +352,6 @@ def _block_spec(
     )
 
 
-def _scale_scores(config: TransformerConfig, rotary: RotaryFrequencies) -> None:
-    """Scale the attention scores by what scales queries and keys, where rotation covers all of a
-    head."""
-    if rotary.scaling == 1.0:
-        return
-    if 2 * len(rotary.frequencies) != config.kv_channels or config.multi_latent_attention:
-        raise Unsupported(
-            f"a rotary scaling of {rotary.scaling:.6g} on a part of each query and key"
-        )
-    config.softmax_scale = config.kv_channels**-0.5 * rotary.scaling**2
-
-
-def _set_rotary_frequencies(model: GPTModel, rotary: RotaryFrequencies) -> None:
-    """Set Hugging Face's frequencies wherever Megatron keeps its own."""
-    places = [
-        m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None
-    ]
-    for place in places:
-        place.inv_freq = rotary.frequencies.to(torch.cuda.current_device())
-
-
-def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
-    """Let experts' gradients be summed over the ranks that hold the same experts.
-
-    Megatron does so where there are expert ranks (megatron/core/tensor_parallel/layers.py:886).
-    With expert-tensor ranks alone, tensor ranks hold the same experts.
-    """
-    own_tensor = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-    if config.expert_model_parallel_size > 1 or own_tensor:
-        for name, parameter in model.named_parameters():
-            if ".mlp.experts." in name:
-                parameter.allreduce = False
-
-
 def parameter_ranges(
     config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, str]
 ) -> Iterator[ParameterRange]:
@@ -384,7 +360,17 @@ def parameter_ranges(
     tied: name -> the first name of the same tensor
     """
     family = weight_mapping(config)
-    buffers = [(path, buffer) for path, buffer in model.named_buffers() if _is_shared(family, path)]
+    buffers = [
+        (path, buffer)
+        for path, buffer in model.named_buffers()
+        if path.startswith("decoder.layers.") and path.split(".", 3)[3] in family.layer
+    ]
+    ranks = model.config.tensor_model_parallel_size
+    heads = RankHeads(
+        query=model.config.num_attention_heads // ranks,
+        groups=model.config.num_query_groups // ranks,
+        size=model.config.kv_channels,
+    )
     for path, parameter in (*model.named_parameters(), *buffers):
         prefix, source, expert = _source(family, model, path)
         rows = parameter.shape[0]
@@ -393,7 +379,7 @@ def parameter_ranges(
                 0, min(rows, config.vocab_size - tensor_rank * rows)
             )  # padded behind the last token
         width = parameter[0].numel()
-        for part in source(rows, _heads(model.config)):
+        for part in source(rows, heads):
             name = prefix + part.name
             yield ParameterRange(
                 name=tied.get(name, name),
@@ -402,10 +388,6 @@ def parameter_ranges(
                 own=part.own * width,
                 numel=part.count * width,
             )
-
-
-def _is_shared(family: ModelMapping, path: str) -> bool:
-    return path.startswith("decoder.layers.") and path.split(".", 3)[3] in family.layer
 
 
 def _source(family: ModelMapping, model: Any, path: str) -> tuple[str, RowSource, int]:
@@ -418,15 +400,6 @@ def _source(family: ModelMapping, model: Any, path: str) -> tuple[str, RowSource
     expert = _EXPERT.search(leaf)
     leaf = _EXPERT.sub(".N.", leaf)
     return f"{family.stack}.{number}.", family.layer[leaf], int(expert[1]) if expert else 0
-
-
-def _heads(config: Any) -> RankHeads:
-    ranks = config.tensor_model_parallel_size
-    return RankHeads(
-        query=config.num_attention_heads // ranks,
-        groups=config.num_query_groups // ranks,
-        size=config.kv_channels,
-    )
 
 
 @torch.no_grad()

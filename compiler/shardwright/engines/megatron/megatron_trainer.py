@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -132,9 +133,13 @@ class MegatronOptimizerStates:
     @property
     def updates(self) -> int:
         """Return the number of updates so far."""
-        return max(
-            (self._steps(part, p) for part in self.parts for p in self._masters(part)), default=0
-        )
+        counts = [0]
+        for part in self.parts:
+            if _steps_per_group(part):
+                counts += [int(group.get("step", 0)) for group in part.optimizer.param_groups]
+            else:
+                counts += [int(self._state(part, p)["step"]) for p in self._masters(part)]
+        return max(counts)
 
     @updates.setter
     def updates(self, count: int) -> None:
@@ -149,11 +154,6 @@ class MegatronOptimizerStates:
 
     def _masters(self, part: Any) -> list[torch.Tensor]:
         return [p for group in part.optimizer.param_groups for p in group["params"]]
-
-    def _steps(self, part: Any, master: torch.Tensor) -> int:
-        if _steps_per_group(part):
-            return max(int(group.get("step", 0)) for group in part.optimizer.param_groups)
-        return int(self._state(part, master)["step"])
 
     def copy_masters_to_model(self, chunks: list[Any]) -> None:
         """Copy the restored masters to the weights that the model computes with. Collective."""
@@ -222,38 +222,43 @@ class MegatronTrainer:
         found: list[ParameterRange],
         shards: ShardReader,
     ) -> None:
-        self.plan, self.settings, self.shards, self.transposed = (
-            plan,
-            settings,
-            shards,
-            shards.transposed,
-        )
+        self.plan, self.settings = plan, settings
+        self.shards, self.transposed = shards, shards.transposed
         self.mine, self.found = plan.ranks[dist.get_rank()], found
         self.device = torch.device("cpu" if plan.is_cpu else "cuda")
-        self._mark_undecayed()
+        for piece in found:
+            # By the shape in Hugging Face's model: an expert's bias is a row of a matrix there.
+            if not piece.is_buffer and len(shards.splits[piece.name].shape) < 2:
+                setattr(piece.parameter, _NO_WEIGHT_DECAY, True)
         self.engine = [
             self._wrap_in_ddp(chunk.to(self.device), place) for place, chunk in enumerate(chunks)
         ]
         settings.finalize_model_grads_func = _finalize
+        optimizer, training = plan.optimizer, plan.training
         self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(),
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optimizer.lr,
+                weight_decay=optimizer.weight_decay,
+                adam_beta1=optimizer.betas[0],
+                adam_beta2=optimizer.betas[1],
+                adam_eps=optimizer.eps,
+                # Without clipping Megatron computes no norm.
+                clip_grad=training.gradient_clipping or float("inf"),
+                bf16=settings.bf16,
+                params_dtype=settings.params_dtype,
+                use_distributed_optimizer=self._shares_states,
+            ),
             self.engine,
             config_overrides={ParamKey(attr=_NO_WEIGHT_DECAY): {"wd_mult": 0.0}},
             use_gloo_process_groups=False,
         )
         self.states = MegatronOptimizerStates(self.optimizer)
         self.forward_backward = get_forward_backward_func()
-        self.loss_fn = CausalLoss(*self._vocabulary())
+        sizes = plan.tensor_parallel.vocabulary_sizes
+        tensor_group = parallel_state.get_tensor_model_parallel_group() if sizes else None
+        self.loss_fn = CausalLoss(tensor_group, sum(sizes[: self.mine.tensor]))
         self.loss_fn.shifted = plan.strategy.context > 1
-
-    def _mark_undecayed(self) -> None:
-        """Mark parameters that are vectors in Hugging Face's model.
-
-        An expert's bias is a row of a matrix there, and a vector here.
-        """
-        for piece in self.found:
-            if not piece.is_buffer and len(self.shards.splits[piece.name].shape) < 2:
-                setattr(piece.parameter, _NO_WEIGHT_DECAY, True)
 
     @property
     def _shares_states(self) -> bool:
@@ -270,31 +275,6 @@ class MegatronTrainer:
         )
         whole = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
         return DistributedDataParallel(self.settings, config, whole, disable_bucketing=place > 0)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        wanted, training = self.plan.optimizer, self.plan.training
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=wanted.lr,
-            weight_decay=wanted.weight_decay,
-            adam_beta1=wanted.betas[0],
-            adam_beta2=wanted.betas[1],
-            adam_eps=wanted.eps,
-            # Without clipping Megatron computes no norm.
-            clip_grad=training.gradient_clipping or float("inf"),
-            bf16=self.settings.bf16,
-            params_dtype=self.settings.params_dtype,
-            use_distributed_optimizer=self._shares_states,
-        )
-
-    def _vocabulary(self) -> tuple[Any, ...]:
-        """Return CausalLoss's arguments: the vocabulary's group and this rank's first token."""
-        from megatron.core import parallel_state
-
-        sizes = self.plan.tensor_parallel.vocabulary_sizes
-        if not sizes:
-            return ()
-        return parallel_state.get_tensor_model_parallel_group(), sum(sizes[: self.mine.tensor])
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
         for chunk in self.engine:
@@ -379,7 +359,15 @@ class MegatronTrainer:
     def owned_shards(self) -> Iterator[OwnedShard]:
         for piece in self.found:
             if not isinstance(piece.parameter, nn.Parameter):
-                yield self._untrained_shard(piece)
+                value = piece.parameter.detach().view(-1)
+                yield OwnedShard(
+                    name=piece.name,
+                    shard_shape=tuple(piece.parameter.shape),
+                    start=0,
+                    states={"value": value},
+                    live=value,
+                    partitioned=False,
+                )
                 continue
             master = self.states.of(piece.parameter)
             if master is None:
@@ -400,19 +388,6 @@ class MegatronTrainer:
                 partitioned=master.partitioned,
                 copied=getattr(piece.parameter, "shared", False),
             )
-
-    def _untrained_shard(self, piece: ParameterRange) -> OwnedShard:
-        """Return the shard of a buffer, which each rank of a stage has unsharded."""
-        value = piece.parameter.detach().view(-1)
-        shape = tuple(piece.parameter.shape)
-        return OwnedShard(
-            name=piece.name,
-            shard_shape=shape,
-            start=0,
-            states={"value": value},
-            live=value,
-            partitioned=False,
-        )
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return this rank's shard of each parameter, without the rows that pad a vocabulary."""

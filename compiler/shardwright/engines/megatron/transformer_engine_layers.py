@@ -7,14 +7,13 @@ Megatron-Core's and Transformer Engine's code. Line numbers are of megatron-core
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
 from shardwright.layout.layout import Candidate
 from shardwright.recipe.literal_types import AutoSwitch
-from shardwright.recipe.recipe_types import DOCUMENT_KINDS, DataSection, Recipe
+from shardwright.recipe.recipe_types import DOCUMENT_KINDS
 
 if TYPE_CHECKING:
     from shardwright.plan.plan import Plan
@@ -52,7 +51,8 @@ def transformer_engine_obstacle(x: Candidate) -> str:
         return "its layers run on GPUs alone"
     if x.recipe.training.precision != "bf16":
         return f"its fused attention does not run in {x.recipe.training.precision}"
-    if any(map(_packs, _data(x.recipe))):
+    data = [part for _, part in x.recipe.dataset_sections()]
+    if any(part.packing and part.kind in DOCUMENT_KINDS for part in data):
         return "packed sequences need an attention mask, which its causal attention does not take"
     family = MODEL_MAPPINGS.get(kind)
     if family is not None and family.has_transposed_experts:
@@ -60,7 +60,9 @@ def transformer_engine_obstacle(x: Candidate) -> str:
     is_latent = family is not None and "self_attention.linear_kv_up_proj.weight" in family.layer
     if is_latent and s.tensor * s.context > 1:
         return "its latent attention shards other parts than planned over tensor or context ranks"
-    if s.context > 1 and _is_windowed(config):
+    kinds = config.get("layer_types")
+    has_windows = not kinds or "sliding_attention" in kinds
+    if s.context > 1 and config.get("sliding_window") is not None and has_windows:
         return "its context ranks exchange whole sequences, and the model has sliding windows"
     if s.expert_tensor_ranks != s.tensor:
         return "its gradient norm was not verified for experts that tensor ranks do not shard"
@@ -97,21 +99,6 @@ def gpu_layers_text(x: Candidate) -> str:
         f"Layers: Megatron-Core's of Transformer Engine{other}. Write "
         "`model.transformer_engine: off` to run without."
     )
-
-
-def _data(recipe: Recipe) -> tuple[DataSection, ...]:
-    held_out = recipe.validation.data if recipe.validation is not None else None
-    sections = [data for data in (recipe.data, held_out) if data is not None]
-    return tuple(part for data in sections for part in (data, *data.mixture))
-
-
-def _packs(data: DataSection) -> bool:
-    return data.packing and data.kind in DOCUMENT_KINDS
-
-
-def _is_windowed(config: Mapping[str, Any]) -> bool:
-    kinds = config.get("layer_types")
-    return config.get("sliding_window") is not None and (not kinds or "sliding_attention" in kinds)
 
 
 def uses_transformer_engine(plan: Plan) -> bool:
