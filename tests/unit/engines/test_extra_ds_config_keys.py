@@ -90,12 +90,12 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
             ("zero_optimization", "round_robin_gradients"),
             "weights under wrong names",
         ),
-        ({"comet": {"enabled": True}}, "SW1215", ("comet", "enabled"), "nobody has tried it"),
+        ({"comet": {"enabled": True}}, "SW1215", ("comet", "enabled"), "it was not tested"),
         (
             {"data_efficiency": {"enabled": True}},
             "SW1215",
             ("data_efficiency",),
-            "unseen by the plan",
+            "does not account for it",
         ),
         (
             {"zero_optimisation": {"stage": 3}},
