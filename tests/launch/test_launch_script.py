@@ -68,5 +68,5 @@ def test_nodes_with_other_plans_train_no_step(tmp_path: Path) -> None:
     for process in nodes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode != 0
-        assert "has another plan.json" in output, output[-3000:]
+        assert "has a different plan.json" in output, output[-3000:]
     assert not (out / "run" / "metrics.jsonl").exists()

@@ -84,13 +84,13 @@ PLANS = [
         (PLANS, None),
         (
             [PLANS[0], ("b", {"plan.json": "9", "ds_config.json": "8"})],
-            "host b has another plan.json, ds_config.json",
+            "host b has a different plan.json, ds_config.json",
         ),
         (
             [("a", {"plan.json": "9"}), ("b", {"plan.json": "1"}), ("c", {"plan.json": "1"})],
-            "host a has another plan",
+            "host a has a different plan",
         ),
-        ([PLANS[0], ("b", {"plan.json": "1"})], "host b has another ds_config.json than a"),
+        ([PLANS[0], ("b", {"plan.json": "1"})], "host b has a different ds_config.json than a"),
         (
             [("a", {"plan.json": "1"}), *((f"b{i}", {"plan.json": str(i)}) for i in range(2, 14))],
             "(and 4 more hosts)",

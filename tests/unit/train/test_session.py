@@ -141,7 +141,7 @@ def test_hosts_with_other_plans_or_other_data_train_no_step(
         ]
 
     monkeypatch.setattr(host_consistency, "_gather", with_a_second_host)
-    with pytest.raises(Refusal, match="host b has another") as refused, open_session(out):
+    with pytest.raises(Refusal, match="host b has a different") as refused, open_session(out):
         pass
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code == "SW6011" and other in diagnostic.message
