@@ -59,11 +59,7 @@ def main() -> NoReturn:
     number = read_attempt_record(folder).number or 1
     output = os.dup(1)
     if rank != 0:
-        log = folder / "run" / "logs" / f"rank-{rank:05d}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
     plan = read_plan(folder)
     watch = RankMonitor(plan, folder, rank, number, output)
     lease = new_run_lease(plan, folder, RANKS) if rank == 0 else None
@@ -92,6 +88,14 @@ def main() -> NoReturn:
             lease.release()
         os._exit(1)
     leave(status)
+
+
+def _redirect_output(path: Path) -> None:
+    """Append standard output and error to a log that other users cannot read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
 
 
 def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:
