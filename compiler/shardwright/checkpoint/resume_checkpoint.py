@@ -1,4 +1,4 @@
-"""Which checkpoints a compiled folder has and which one a run continues from. No torch here."""
+"""Find a compiled folder's checkpoints, and choose the one that a run resumes. No torch here."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.monitor.run_files import ATTEMPT_FILE, read_attempt_record
 from shardwright.plan.plan import Plan
 
-# A recipe that is compiled anew with more islands, fewer, or none: what its run goes on from
+# What a run resumes where its recipe was compiled again with another number of islands, or none
 # (docs/islands.md).
-
 
 OUTER_MOMENTUM = "outer_momentum"
 _OUTER, _ISLAND = "outer_", "island-"
 
 
 def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) -> None:
-    """own: the newest step that this run could go on from. Raises Refusal, SW6218, where another
-    number of islands has trained further in the same folder since this run last began. A new island
-    beside others that have trained takes a member's state: no refusal."""
+    """Raise Refusal, SW6218, where another number of islands trained further since this run began.
+
+    own: the newest step that this run could resume
+
+    A new island beside others that have trained takes a member's state, and is not refused.
+    """
     directory = Path(plan.checkpoint.directory)
     is_apart = directory.is_absolute()
     parent = (
@@ -55,7 +57,7 @@ def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) ->
         steps = [path for place in places for step, path in published_steps(place) if step > own]
         if steps:
             path = max(steps, key=step_of)
-            raise _unfinished_round_refusal(path, " `--resume never` starts anew.")
+            raise _unfinished_round_refusal(path, " `--resume never` starts from scratch.")
         return
     path = max(newest, key=step_of)  # of the lowest island that has it
     if plan.islands > 1:
@@ -71,10 +73,10 @@ def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) ->
         )
         raise refusal(
             "SW6218",
-            f"{str(path)!r} was written by {who}, and is newer than what is compiled now has",
+            f"{str(path)!r} was written by {who}, and is newer than this run's checkpoints",
             (
-                f"`--resume {path}` goes on from its weights and Adam's moments{where}. `--resume "
-                "never` starts anew."
+                f"`--resume {path}` continues from its weights and Adam's moments{where}. "
+                "`--resume never` starts from scratch."
             ),
         )
 
@@ -86,8 +88,9 @@ def _unfinished_round_refusal(path: Path, more: str = "") -> Refusal:
             f"{str(path)!r} was written between two outer steps: it has the weights of one "
             "island alone"
         ),
-        "Go on from one after an outer step. Islands make one when they are compiled again with "
-        f"their number and `overlap_steps: 0`, and run on to checkpoint.every_steps.{more}",
+        "Resume from a checkpoint after an outer step. Islands write one when they are compiled "
+        "again with their number and `overlap_steps: 0`, and train on to "
+        f"checkpoint.every_steps.{more}",
     )
 
 
@@ -99,14 +102,16 @@ def _written(path: Path) -> float:
 
 
 def check_round_complete(plan: Plan, checkpoint: Path) -> None:
-    """Raises Refusal, SW6218, for one world that is to go on from the middle of a round of islands:
-    the others' steps would be lost in silence."""
+    """Raise Refusal, SW6218, where one world would resume from the middle of a round of islands.
+
+    The other islands' steps would be lost without a warning.
+    """
     if plan.islands == 1 and not is_after_outer_step(checkpoint):
         raise _unfinished_round_refusal(checkpoint)
 
 
 def _newest(place: Path) -> Path | None:
-    """The newest whole checkpoint there that closes a round."""
+    """Return the newest complete checkpoint there that ends a round."""
     for _, path in reversed(published_steps(place)):
         if damage(path, contents=False) is None and is_after_outer_step(path):
             return path
@@ -118,15 +123,18 @@ def is_after_outer_step(checkpoint: Path) -> bool:
     try:
         tensors = read_manifest(checkpoint).tensors.values()
     except (OSError, ValueError):
-        return True  # what is wrong with it is told elsewhere
+        return True  # reported elsewhere
     states = {state for tensor in tensors for state in tensor.states}
     return not any(state.startswith(_OUTER) and state != OUTER_MOMENTUM for state in states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """notes: what the user should know about the choice, a line each, warnings first. line: what
-    the attempt that goes on from it writes."""
+    """Describe the checkpoint that a run resumes.
+
+    notes: what the user should know about the choice, a line each, warnings first
+    line: the run history that the resuming attempt writes
+    """
 
     path: Path
     step: int
@@ -139,12 +147,14 @@ def checkpoint_root(plan: Plan, folder: Path) -> Path:
 
 
 def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> ResumePoint | None:
-    """auto: the newest whole one with a finite loss, else the newest whole one, if any; never:
-    none; else the named folder. Every byte is checked. What is here in part or not at all is
-    fetched from checkpoint.upload_to, where this run copied it there.
+    """Choose the checkpoint to resume; every byte of it is checked.
 
-    Raises Refusal: SW6201 not whole, SW6203 another model, SW6204 another tokenizer, SW6218 where
-    another number of islands has trained further.
+    resume: auto takes the newest complete one with a finite loss, else the newest complete one, if
+    any; never takes none; anything else names a folder
+
+    Missing files are downloaded from checkpoint.upload_to, where this run copied them. Raises
+    Refusal: SW6201 (incomplete), SW6203 (another model), SW6204 (another tokenizer), SW6218
+    (another number of islands trained further).
     """
     if resume == "never":
         return None
@@ -224,22 +234,22 @@ def _choose_newest(plan: Plan, folder: Path) -> ResumePoint | None:
         raise refusal(
             "SW6201",
             (
-                f"none of the {len(skipped)} checkpoints in {str(root)!r} is whole; "
+                f"none of the {len(skipped)} checkpoints in {str(root)!r} is complete; "
                 f"{skipped[0].split(': ', 1)[1]}"
             ),
-            "Bring a copy back, or start again with --resume never, which moves them aside.",
+            "Restore a copy, or start again with --resume never, which moves them aside.",
         )
     return None
 
 
 def print_resume_notes(chosen: ResumePoint | None) -> None:
-    """The notes, to the user: warnings to standard error."""
+    """Print the notes, warnings to standard error."""
     for note in chosen.notes if chosen else ():
         print(note, file=sys.stderr if note.startswith("warning") else sys.stdout, flush=True)
 
 
 def _diverged(path: Path) -> str:
     return (
-        f"warning[SW6212]: {path.name} was written after a loss, or holds weights, that are no "
-        "finite numbers"
+        f"warning[SW6212]: {path.name} was written after a loss that is not finite, or holds "
+        "weights that are not"
     )

@@ -276,7 +276,7 @@ class Tokens:
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% endfor %}"
-"""Every token of such a conversation is a label, so its labels follow from its text."""
+"""Makes every token of a conversation a label, so its labels follow from its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
