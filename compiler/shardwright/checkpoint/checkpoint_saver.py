@@ -172,7 +172,7 @@ def save_checkpoint(
     def begin() -> None:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=rank != 0)
         if not (partial / RUN_FILE).exists():
             write_run_history(partial, origin.line)
 
