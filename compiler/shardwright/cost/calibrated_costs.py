@@ -20,7 +20,6 @@ from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
 from shardwright.recipe.measurements import (
     EngineMeasurement,
-    LayerMeasurement,
     Measurements,
     RunMeasurement,
 )
@@ -148,17 +147,19 @@ def _measured(
     if found is None or s.sequence_parallel or s.expert > 1 or s.context > 1:
         return None
     rows = [row for row in found.layers if row.place == place and row.tensor == s.tensor]
-    rows = [row for row in rows if row.activation_checkpointing == checkpointing]
-    return _between(rows, s.micro_batch_size, part) if rows else None
-
-
-def _between(rows: Sequence[LayerMeasurement], micro_batch: int, part: Part) -> float:
-    points = sorted((row.micro_batch_size, float(getattr(row, part).value)) for row in rows)
+    points = sorted(
+        (row.micro_batch_size, float(getattr(row, part).value))
+        for row in rows
+        if row.activation_checkpointing == checkpointing
+    )
+    size = s.micro_batch_size
+    if not points:
+        return None
     if len(points) == 1:
-        return points[0][1] * micro_batch / points[0][0]
-    above = next((i for i, (size, _) in enumerate(points) if size >= micro_batch), len(points) - 1)
+        return points[0][1] * size / points[0][0]
+    above = next((i for i, (x, _) in enumerate(points) if x >= size), len(points) - 1)
     (x0, y0), (x1, y1) = points[max(0, above - 1)], points[max(1, above)]
-    return max(0.0, y0 + (y1 - y0) * (micro_batch - x0) / (x1 - x0))
+    return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
 
 
 ZERO3_FORWARD_HOOK_SHARE = 0.4

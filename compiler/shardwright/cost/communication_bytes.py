@@ -311,11 +311,18 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
         recomputed = shapes_of(
             [(b.start, priced.checkpointed_stop(b.start, b.stop)) for b in blocks]
         )
-    reductions, hidden, ends = (
-        layer_all_reduces(priced),
-        hidden_state_bytes(priced),
-        _ends(priced, rank),
-    )
+    reductions, hidden = layer_all_reduces(priced), hidden_state_bytes(priced)
+    # All-reduces outside the layers: the embedding's output and the head's gradient.
+    ends = (blocks[0].start == 0) + priced.has_head(blocks)
+    # An activation and a gradient that arrive in shares are gathered, and so is DeepSpeed's own
+    # output, of which it keeps a share until its backward pass (pipe/engine.py,
+    # _exec_backward_pass).
+    gathers = 0
+    if s.message_shards > 1 and s.pipeline > 1 and not s.sequence_parallel:
+        gathers = (rank > 0) + 2 * (rank < s.pipeline - 1)
+    tied = 0.0
+    if not s.ends_share_rank and rank in (0, s.pipeline - 1):
+        tied = float(shapes.shared_numel * element_bytes(priced.accumulation_dtype))
     inputs = sum((kind.gathered_features - kind.gathered_outputs) // 2 for kind in layers)
     outputs = sum(kind.gathered_outputs for kind in layers)
     count, sends = (
@@ -337,39 +344,11 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
         tensor_all_reduce=m * (count * hidden + inputs * priced.tokens * priced.element_bytes)
         if s.tensor > 1
         else 0.0,
-        tensor_all_gather=m
-        * (
-            _pipeline_gathers(priced, rank) * hidden
-            + outputs * priced.tokens * priced.element_bytes
-        ),
+        tensor_all_gather=m * (gathers * hidden + outputs * priced.tokens * priced.element_bytes),
         pipeline_send=m * sends * hidden / shares,
-        tied_all_reduce=_tied_bytes(priced, rank),
+        tied_all_reduce=tied,
         **_data_parallel_bytes(priced, rank),
     )
-
-
-def _ends(priced: PricedLayout, rank: int) -> int:
-    """Count all-reduces of hidden states outside the layers: the embedding's output and the
-    head's gradient."""
-    blocks = priced.ranks[rank]
-    return (blocks[0].start == 0) + priced.has_head(blocks)
-
-
-def _pipeline_gathers(priced: PricedLayout, rank: int) -> int:
-    """Messages that tensor ranks sent shares of, made whole again: an activation and a gradient
-    that arrive, and DeepSpeed's own output, of which it keeps a share until its backward pass
-    (pipe/engine.py, _exec_backward_pass)."""
-    s = priced.strategy
-    if s.message_shards == 1 or s.pipeline == 1 or s.sequence_parallel:
-        return 0
-    return (rank > 0) + 2 * (rank < s.pipeline - 1)
-
-
-def _tied_bytes(priced: PricedLayout, rank: int) -> float:
-    s = priced.strategy
-    if s.ends_share_rank or rank not in (0, s.pipeline - 1):
-        return 0.0
-    return float(priced.shapes.shared_numel * element_bytes(priced.accumulation_dtype))
 
 
 def _data_parallel_bytes(priced: PricedLayout, rank: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ S: sequence length, b: micro-batch, H: hidden size, V: vocabulary, t: tensor deg
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -235,7 +236,7 @@ def _split_layer(
     transposed = graph.model_type in TRANSPOSED_LINEAR_TYPES
     splits = [(p, split_parameter(graph, p, tensor)) for p in layer.parameters]
     shards = [(p, split.shard_shape(0)) for p, split in splits]
-    numel = sum(_numel(shape) for _, shape in shards)
+    numel = sum(math.prod(shape) for _, shape in shards)
     if layer.kind != "decoder":
         return None, numel
     attention = f"{layer.name}.{graph.attention_module}."
@@ -249,7 +250,7 @@ def _split_layer(
     modules = expert_modules(graph)
     experts = [(p, shape) for p, shape in shards if p.name.rpartition(".")[0] in modules]
     shape = LayerShape(
-        expert_numel=sum(_numel(shape) for _, shape in experts),
+        expert_numel=sum(math.prod(shape) for _, shape in experts),
         experts_per_token=_experts_per_token(layer, [p for p, _ in experts]),
         expert_features=sum(shape[-1] + shape[-2] for _, shape in experts if len(shape) == 3),
         products=tuple(
@@ -312,13 +313,6 @@ def _norms(layer: Layer, hidden: int, *, with_bias: bool) -> int:
         modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter.shape)
     sizes = [len(shapes) for shapes in modules.values() if set(shapes) == {(hidden,)}]
     return sum(1 for size in sizes if (size > 1) == with_bias)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 # Saved activation bytes by layer: the traced bytes of the model's modules, or arXiv 2205.05198's
@@ -406,10 +400,16 @@ def activations(
     shares = [share(layer, checkpointing) for layer in graph.layers[:-1]]
     decoder = dict.fromkeys(layer for layer in graph.layers if layer.kind == "decoder")
     wholes = [share(layer, "none") for layer in decoder]
-    dropped = [
-        _recomputed_bytes(replicated, share(layer, checkpointing), checkpointing)
-        for replicated, layer in zip(wholes, decoder, strict=True)
-    ]
+    dropped = wholes
+    if checkpointing != "full":  # there the incoming gradient replaces the saved input
+        saved_shares = [share(layer, checkpointing) for layer in decoder]
+        dropped = [
+            ActivationBytes(
+                replicated=max(0, full.replicated - saved.replicated),
+                sharded=max(0, full.sharded - saved.sharded),
+            )
+            for full, saved in zip(wholes, saved_shares, strict=True)
+        ]
     context = (
         saved_activations_entry(graph.context, "none", element_bytes, sequence_length)
         if kernels.traces_activations
@@ -432,21 +432,6 @@ def activations(
         context=ActivationBytes(
             replicated=0 if context is None else context.unsharded_bytes(sequence_length), sharded=0
         ),
-    )
-
-
-def _recomputed_bytes(
-    full: ActivationBytes, saved: ActivationBytes, checkpointing: Checkpointing
-) -> ActivationBytes:
-    """Return what is recomputed while a layer runs backward.
-
-    Under `full`, the incoming gradient is as large as the saved input, and replaces it.
-    """
-    if checkpointing == "full":
-        return full
-    return ActivationBytes(
-        replicated=max(0, full.replicated - saved.replicated),
-        sharded=max(0, full.sharded - saved.sharded),
     )
 
 

@@ -209,7 +209,14 @@ class _MicroBatchCosts:
         if not self.traits.selective_recomputes_projections:
             selective = scores
         elif uses_selective_op(self.graph, self.kernels):
-            selective = self._dropped_products(kind) + moved_inside + moved_outside
+            selective = (
+                moved_inside
+                + moved_outside
+                + sum(
+                    self._product(self.tokens, p.n, p.k, p.batch)[0]
+                    for p in recomputed_products(kind.products)
+                )
+            )
             selective += scores if self.graph.attention == "eager" else 0.0
         else:
             selective = scores + projections[0] - unread_inside + moved_inside
@@ -308,7 +315,8 @@ class _MicroBatchCosts:
         if not chosen:
             return 0.0, 0.0
         every = sum(p.n * p.k * p.batch for p in kind.products)
-        routed = kind.matmul_flops / (2 * every * self.s.tensor) if self._has_experts(kind) else 1.0
+        has_experts = any(p.batch > 1 for p in kind.products)
+        routed = kind.matmul_flops / (2 * every * self.s.tensor) if has_experts else 1.0
         forward = backward = 0.0
         expert = self.s.expert if kind.expert_numel else 1
         for p in chosen:
@@ -330,18 +338,6 @@ class _MicroBatchCosts:
         if not last or last[0].batch > 1 or not recompute_stops_early(self.graph, self.kernels):
             return 0.0
         return self._product(self.tokens, last[0].n, last[0].k, 1)[0]
-
-    def _dropped_products(self, kind: LayerShape) -> float:
-        """Return forward seconds of the products that selective checkpointing by operator
-        recomputes."""
-        return sum(
-            self._product(self.tokens, p.n, p.k, p.batch)[0]
-            for p in recomputed_products(kind.products)
-        )
-
-    @staticmethod
-    def _has_experts(kind: LayerShape) -> bool:
-        return any(p.batch > 1 for p in kind.products)
 
     def _scores(self, kind: LayerShape) -> tuple[float, float]:
         """Return forward and backward seconds of attention over S x S."""
