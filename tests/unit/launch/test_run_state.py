@@ -119,7 +119,7 @@ def test_a_run_whose_machine_went_down_did_not_finish(
     os.utime(run / "heartbeat", (old, old))
     found = status(out, capsys)
     assert (found["status"], found["eta_seconds"]) == ("failed", None)
-    assert "without a word" in found["cause"]
+    assert "without an error message" in found["cause"]
     assert cli.main(["stop", str(out)]) == 1
     assert "error[SW6304]" in capsys.readouterr().err
     assert not (run / "stop").exists()

@@ -96,7 +96,7 @@ def test_nothing_is_known_of_too_few_steps_or_of_noise_alone() -> None:
     assert (
         "to more" in noise_scale_text(scale)
         if scale.value
-        else "does not stand out" in noise_scale_text(scale)
+        else "cannot be told from the noise" in noise_scale_text(scale)
     )
 
 

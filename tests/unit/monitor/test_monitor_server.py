@@ -288,7 +288,7 @@ def test_nothing_ends_the_thread(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for name in ("_advance", "_warn_missing_ranks"):
+    for name in ("_read_messages", "_warn_missing_ranks"):
         with monkeypatch.context() as patch:
             patch.setattr(ear.hub, name, broken)
             ranks[1].sendall(encode(StepDone(step=1)))
