@@ -115,17 +115,16 @@ def contrastive_type_json(model_type: str) -> str:
 def _unknown_type_refusal(text: str, table: Support) -> Refusal:
     from shardwright.models.model_support import (
         encoder_decoder,
-        not_causal_lm,
-        not_vision_language,
         support,
         unknown_type_error,
+        untrained_task_error,
     )
 
     if _takes_images(table):
         causal = support()
         is_known = text in causal.types or text in causal.others
         return Refusal(
-            not_vision_language(text, table.types, None)
+            untrained_task_error("image-text-to-text", text, table.types, None)
             if is_known
             else unknown_type_error(text, table.types, None)
         )
@@ -133,7 +132,7 @@ def _unknown_type_refusal(text: str, table: Support) -> Refusal:
         return Refusal(unknown_type_error(text, table.types, None))
     if table.others[text] == "encoder-decoder":
         return Refusal(encoder_decoder(text, None, decoder_alone=False))
-    return Refusal(not_causal_lm(text, table.types, None))
+    return Refusal(untrained_task_error("causal-lm", text, table.types, None))
 
 
 def overview(table: Support, *, color: bool) -> str:

@@ -28,16 +28,13 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def byte_tokenizer() -> Tokenizer:
+    # The printable character of each byte in byte-level BPE (GPT-2's bytes_to_unicode).
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    signs = [chr(byte if byte in printable else next(others)) for byte in range(256)]
     tokenizer = Tokenizer(
-        models.BPE(vocab={sign: byte for byte, sign in enumerate(_signs())}, merges=[])
+        models.BPE(vocab={sign: byte for byte, sign in enumerate(signs)}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _signs() -> list[str]:
-    """Return the printable character of each byte in byte-level BPE (GPT-2's bytes_to_unicode)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -19,9 +19,9 @@ from shardwright.models.model_sources import published_keys
 from shardwright.models.model_support import (
     config_key_errors,
     encoder_decoder,
-    not_causal_lm,
     support,
     unknown_type_error,
+    untrained_task_error,
     vision_language_types,
 )
 from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
@@ -78,6 +78,15 @@ ANY_VALUE = "any"
 """Kind of a key that accepts any value."""
 TIED = "tie_word_embeddings"
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
+# Letter of a kind -> its values; a section is not checked. A bool is an int, too.
+_TYPES: dict[str, type] = {
+    "n": type(None),
+    "b": bool,
+    "i": int,
+    "f": float,
+    "s": str,
+    "l": list,
+}
 _WORDS: dict[str, str] = {
     "b": "true or false",
     "i": "an integer",
@@ -157,10 +166,25 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
         and model_type
         in {*vision_language_types(), *CONTRASTIVE_MODEL_CLASSES} - support().types.keys()
     ):
-        return tuple(_names(config, model_type, key)) if inline else ()
+        # Only its class can check the values of a composite configuration.
+        names = _table()["in_parts"].get(model_type) if inline else None
+        if names is None:
+            return ()
+        known_names = {*names, *_table()["common"], *published_keys(model_type)}
+        takes = f"configuration of a {model_type}"
+        return tuple(
+            config_key_errors(
+                config, known_names, lambda name, value: "", key, inline=True, takes=takes
+            )
+        )
     if not isinstance(model_type, str) or model_type not in support().types:
         where = (*key, "model_type") if inline and model_type is not None else key
-        return (_no_type(model_type, where),)
+        table = support()
+        if not isinstance(model_type, str) or model_type not in table.others:
+            return (unknown_type_error(model_type, table.types, where),)
+        if table.others[model_type] == "encoder-decoder":
+            return (encoder_decoder(model_type, where, decoder_alone=False),)
+        return (untrained_task_error("causal-lm", model_type, table.types, where),)
     known = type_keys(model_type)
     return () if known is None else tuple(_values(config, known, key, inline, model_type))
 
@@ -228,89 +252,39 @@ def is_tied(config: JsonObject) -> bool:
     return known is not None and known.tied
 
 
-def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:
-    table = support()
-    if not isinstance(model_type, str) or model_type not in table.others:
-        return unknown_type_error(model_type, table.types, where)
-    if table.others[model_type] == "encoder-decoder":
-        return encoder_decoder(model_type, where, decoder_alone=False)
-    return not_causal_lm(model_type, table.types, where)
-
-
-def _names(config: JsonObject, model_type: str, key: KeyPath) -> Iterator[Diagnostic]:
-    """Yield SW2005 for a composite configuration, whose values only its class can check."""
-    names = _table()["in_parts"].get(model_type)
-    if names is not None:
-        known = {*names, *_table()["common"], *published_keys(model_type)}
-        takes = f"configuration of a {model_type}"
-        yield from config_key_errors(
-            config, known, lambda name, value: "", key, inline=True, takes=takes
-        )
-
-
 def _values(
     config: JsonObject, known: TypeKeys, key: KeyPath, inline: bool, model_type: str
 ) -> Iterator[Diagnostic]:
     common = {own: name for name, own in known.aliases.items()}
 
     def problem(name: str, value: JsonValue) -> str:
-        kinds = _kinds(name, config, known)
-        return _kind_problem(value, kinds) or size_problem(common.get(name, name), name, value)
+        # An alias takes what the class's own name does, which decides where both are given.
+        own = known.aliases.get(name, name)
+        kinds = known.keys[name if own in config or own not in known.keys else own]
+        kind = next((kind for kind, types in _TYPES.items() if isinstance(value, types)), "")
+        if kind and kinds != ANY_VALUE and kind not in kinds:
+            expected = " or ".join(words for letter, words in _WORDS.items() if letter in kinds)
+            if expected:
+                return f"is not {expected}"
+        return size_problem(common.get(name, name), name, value)
 
     takes = f"configuration of a {model_type}"
     wrong = list(
         config_key_errors(config, known.keys.keys(), problem, key, inline=inline, takes=takes)
     )
     yield from wrong
-    if all(diagnostic.severity == "warning" for diagnostic in wrong):
-        yield from _heads(config, known, key)
-
-
-def _kinds(name: str, config: JsonObject, known: TypeKeys) -> str:
-    """An alias takes what the class's own name does, which decides where both are given."""
-    own = known.aliases.get(name, name)
-    return known.keys[name] if own in config or own not in known.keys else known.keys[own]
-
-
-def _kind_problem(value: JsonValue, kinds: str) -> str:
-    letter = _letter(value)
-    if not letter or kinds == ANY_VALUE or letter in kinds:
-        return ""
-    expected = " or ".join(words for kind, words in _WORDS.items() if kind in kinds)
-    return f"is not {expected}" if expected else ""
-
-
-def _letter(value: JsonValue) -> str:
-    """Return the letter of the value's kind, "" for a section, which is not checked."""
-    letters: tuple[tuple[type, str], ...] = (
-        (bool, "b"),
-        (int, "i"),
-        (float, "f"),
-        (str, "s"),
-        (list, "l"),
-    )
-    if value is None:
-        return "n"
-    return next((letter for kind, letter in letters if isinstance(value, kind)), "")
-
-
-def _heads(config: JsonObject, known: TypeKeys, key: KeyPath) -> Iterator[Diagnostic]:
-    hidden, heads = known.size(config, "hidden_size"), known.size(config, "num_attention_heads")
-    has_head_dim = config.get("head_dim") is not None
-    if (
-        not hidden
-        or not heads
-        or hidden % heads == 0
-        or not known.heads
-        or (known.heads == "derived" and has_head_dim)
-    ):
+    if any(diagnostic.severity == "error" for diagnostic in wrong):
         return
-    message = f"hidden size {hidden} is not divisible by {heads} attention heads"
-    more = ", or set head_dim" if known.heads == "derived" else ""
+    hidden, heads = known.size(config, "hidden_size"), known.size(config, "num_attention_heads")
+    is_derived = known.heads == "derived"
+    divides = not hidden or not heads or hidden % heads == 0
+    if divides or not known.heads or (is_derived and config.get("head_dim") is not None):
+        return
+    more = ", or set head_dim" if is_derived else ""
     yield found(
         "SW2007",
         key,
-        message,
+        f"hidden size {hidden} is not divisible by {heads} attention heads",
         f"Set a number of heads that divides the hidden size{more}.",
     )
 

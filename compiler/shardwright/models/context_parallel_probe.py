@@ -34,21 +34,14 @@ Last = Callable[[torch.Tensor], int]
 
 def length_dependent_rope(model: nn.Module) -> list[nn.Module]:
     """Return the rotary embeddings of `model` whose frequencies depend on the sequence length."""
-    return [
-        m
-        for m in model.modules()
-        if any(_depends(kind) for kind in _kinds(getattr(m, "rope_type", None)))
-    ]
-
-
-def _kinds(rope_type: Any) -> list[str]:
-    """Return one kind, or one for each kind of layer."""
-    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-    return [kind for kind in kinds if isinstance(kind, str)]
-
-
-def _depends(kind: str) -> bool:
-    return "dynamic" in kind or kind == "longrope"
+    found = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # one, or one for each kind of layer
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                found.append(module)
+                break
+    return found
 
 
 @contextmanager
@@ -155,7 +148,9 @@ def context_split_blocker(model: nn.Module, input_ids: torch.Tensor) -> str:
             return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
 
     def in_halves() -> torch.Tensor:
-        return torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
+        middle = length // 2
+        halves = logits(input_ids[:, :middle]), logits(input_ids[:, middle:], middle)
+        return torch.cat(halves, dim=1)
 
     with _no_attention() as lookups:
         full = model(input_ids=input_ids, use_cache=False).logits
@@ -187,9 +182,3 @@ def context_split_blocker(model: nn.Module, input_ids: torch.Tensor) -> str:
         if not max_abs_diff(masked, full) <= scale:
             return "it uses the mask outside of attention"
     return ""
-
-
-def _halves(input_ids: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Return both halves, each with its first position."""
-    middle = input_ids.shape[1] // 2
-    return [(input_ids[:, :middle], 0), (input_ids[:, middle:], middle)]

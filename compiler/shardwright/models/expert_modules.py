@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from shardwright.models.model_graph import Layer, ModelGraph
+from shardwright.models.model_graph import ModelGraph
 
 _NUMBERED = re.compile(r"experts\.(\d+)\.")
 
@@ -13,7 +13,16 @@ _NUMBERED = re.compile(r"experts\.(\d+)\.")
 @functools.lru_cache(maxsize=64)  # rules ask for each layout
 def experts_per_layer(graph: ModelGraph) -> int:
     """Return the number of experts in the decoder layer that has the most; 0 for a dense model."""
-    return max(map(_of_layer, graph.layers))
+    most = 0
+    for layer in graph.layers:
+        numbers: set[str] = set()
+        for p in layer.parameters:
+            if len(p.shape) == 3 and ("expert" in p.name or "moe" in p.name):  # stacked
+                most = max(most, p.shape[0])
+            elif numbered := _NUMBERED.search(p.name):
+                numbers.add(numbered[1])
+        most = max(most, len(numbers))
+    return most
 
 
 @functools.lru_cache(maxsize=64)
@@ -29,25 +38,10 @@ def expert_modules(graph: ModelGraph) -> dict[str, int]:
         for p in layer.parameters:
             owned.setdefault(p.name.rpartition(".")[0], []).append(p.shape)
         for module, shapes in owned.items():
-            stacked = any(len(shape) == 3 for shape in shapes) and _is_routed(module)
-            if layer.kind == "decoder" and stacked and len({shape[0] for shape in shapes}) == 1:
+            name = module.rpartition(".")[2]
+            # Shared experts, to which no tokens are routed, may be stacked too.
+            is_routed = ("expert" in module or "moe" in module) and "shared" not in name
+            is_stacked = any(len(s) == 3 for s in shapes) and len({s[0] for s in shapes}) == 1
+            if layer.kind == "decoder" and is_routed and is_stacked:
                 found[module] = shapes[0][0]
     return found
-
-
-def _is_routed(module: str) -> bool:
-    """Return whether tokens are routed to this module's experts; shared experts may be stacked
-    too."""
-    return ("expert" in module or "moe" in module) and "shared" not in module.rpartition(".")[2]
-
-
-def _of_layer(layer: Layer) -> int:
-    """Count a layer's experts: stacked in one tensor, or numbered modules."""
-    most = 0
-    numbers: set[str] = set()
-    for p in layer.parameters:
-        if len(p.shape) == 3 and ("expert" in p.name or "moe" in p.name):
-            most = max(most, p.shape[0])
-        elif numbered := _NUMBERED.search(p.name):
-            numbers.add(numbered[1])
-    return max(most, len(numbers))

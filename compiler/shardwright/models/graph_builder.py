@@ -238,31 +238,21 @@ def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
     )
     if known not in _KNOWN:
         graph = _find(section, config, text, inline)
-        has_tiles = (
-            processor is not None
-            and graph.vision is not None
-            and graph.vision.patches
-            and graph.task_traits.images_in_text
-        )
-        _KNOWN[known] = (
-            _with_tiles(graph, *processor) if processor is not None and has_tiles else graph
-        )
+        patches = 0 if graph.vision is None else graph.vision.patches
+        if processor is not None and patches and graph.task_traits.images_in_text:
+            # Set the number of tiles that the model's own processor makes of an image.
+            folder, settings = processor
+            hashed = f"{graph.config_hash} {graph.task} {settings}"
+            key = cache_key(hashed, graph.attention, inline=False)
+            tiled = cached_graph(key)
+            if tiled is None:
+                from shardwright.models.image_processor import with_processor_tiles
+
+                tiled = with_processor_tiles(graph, folder)
+                store_graph(key, tiled)
+            graph = tiled
+        _KNOWN[known] = graph
     return _KNOWN[known]
-
-
-def _with_tiles(graph: ModelGraph, folder: Path, settings: str) -> ModelGraph:
-    """Set the number of tiles that the model's own processor makes of an image.
-
-    settings: the processor's files.
-    """
-    key = cache_key(f"{graph.config_hash} {graph.task} {settings}", graph.attention, inline=False)
-    tiled = cached_graph(key)
-    if tiled is None:
-        from shardwright.models.image_processor import with_processor_tiles
-
-        tiled = with_processor_tiles(graph, folder)
-        store_graph(key, tiled)
-    return tiled
 
 
 def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) -> ModelGraph:

@@ -31,7 +31,6 @@ from shardwright.models.model_graph import (
     Layer,
     ModelGraph,
     Parameter,
-    VisionEncoder,
     config_sha256,
 )
 from shardwright.models.model_probe import (
@@ -41,6 +40,7 @@ from shardwright.models.model_probe import (
     probe_config,
     unsplittable_error,
 )
+from shardwright.models.model_skeleton import parameter_aliases
 from shardwright.models.packed_attention import emulate_flash_attention
 from shardwright.models.tasks.contrastive import use_text_encoder
 from shardwright.models.tasks.task_registry import Task, text_attention
@@ -90,15 +90,41 @@ def make_layer(
 
     kind: embedding | decoder | head.
     """
-    matmul, scores, projections = _counted_flops(kind, parameters, config, shapes)
+    matmul = scores = projections = 0
+    activations = attention = scores_elements = 0
+    if kind == "head":
+        matmul = 2 * shapes.vocabulary * shapes.hidden
+        # The final norm's input and output; logits are the cost model's workspace.
+        activations = 2 * shapes.hidden
+    elif kind == "decoder":
+        config = getattr(config, "ffn_config", config)  # dbrx keeps its experts' numbers there
+        for p in parameters:
+            if len(p.shape) < 2:
+                continue
+            flops = 2 * p.numel
+            if len(p.shape) == 3 or ".experts." in p.name:  # only for the tokens routed to it
+                experts = first_size(config, *_EXPERTS) or p.shape[0]
+                chosen = first_size(config, *_CHOSEN_EXPERTS) or experts
+                flops = flops * min(chosen, experts) // experts
+            matmul += flops
+        scores = 4 * shapes.heads * shapes.head_dim
+        # Q and O, K and V: two matrices each.
+        each = 4 * shapes.hidden * shapes.head_dim
+        projections = min(matmul, each * (shapes.heads + shapes.key_value_heads))
+        # Korthikanti et al. (arXiv 2205.05198), section 4.1, with grouped keys and values, in
+        # two-byte elements: Q, K, V and the output projection's input. The attention module's
+        # input is counted as the norm's output.
+        attention = (2 * shapes.heads + 2 * shapes.key_value_heads) * shapes.head_dim
+        scores_elements = (5 * shapes.heads + 1) // 2
+        # Inputs and outputs of both norms; of the feed-forward the activation's input and output,
+        # or gate, up, activated gate and product; two dropout masks of one byte.
+        activations = attention + 4 * shapes.hidden
+        activations += (4 if shapes.gated else 2) * shapes.feed_forward
+        activations += shapes.hidden if shapes.dropout else 0
     backward = 2 * matmul, 2 * scores
     if isinstance(traced, LayerTrace):
-        (matmul, scores), backward, projections = (
-            traced.forward,
-            traced.backward,
-            traced.attention_module_per_token,
-        )
-    attention = _attention_elements(shapes) if kind == "decoder" else 0
+        (matmul, scores), backward = traced.forward, traced.backward
+        projections = traced.attention_module_per_token
     return Layer(
         name=name,
         kind=kind,
@@ -110,68 +136,10 @@ def make_layer(
         backward_flops_per_token=backward[0],
         backward_flops_per_token_per_position=backward[1],
         kept=() if isinstance(traced, str) else traced.kept,
-        activation_elements_per_token=_activation_elements(kind, shapes),
+        activation_elements_per_token=activations,
         attention_activation_elements_per_token=attention,
-        attention_matrix_elements_per_token_per_position=(5 * shapes.heads + 1) // 2
-        if kind == "decoder"
-        else 0,
+        attention_matrix_elements_per_token_per_position=scores_elements,
     )
-
-
-def _counted_flops(
-    kind: str, parameters: list[Parameter], config: PretrainedConfig, shapes: TextSizes
-) -> tuple[int, int, int]:
-    """Return forward FLOPs (per token, per token and position, the attention module's part of the
-    first)."""
-    if kind == "embedding":
-        return 0, 0, 0
-    if kind == "head":
-        return 2 * shapes.vocabulary * shapes.hidden, 0, 0
-    # Q and O, K and V: two matrices each.
-    projections = 4 * shapes.hidden * (shapes.heads + shapes.key_value_heads) * shapes.head_dim
-    matmul = sum(_matmul_flops(p, config) for p in parameters)
-    return matmul, 4 * shapes.heads * shapes.head_dim, min(projections, matmul)
-
-
-def _matmul_flops(parameter: Parameter, config: PretrainedConfig) -> int:
-    """Return forward FLOPs per token; an expert's matrix counts only for the tokens routed to
-    it."""
-    if len(parameter.shape) < 2:
-        return 0
-    flops = 2 * parameter.numel
-    config = getattr(config, "ffn_config", config)  # dbrx keeps its experts' numbers there
-    if len(parameter.shape) == 3 or ".experts." in parameter.name:
-        experts = first_size(config, *_EXPERTS) or parameter.shape[0]
-        return flops * min(first_size(config, *_CHOSEN_EXPERTS) or experts, experts) // experts
-    return flops
-
-
-def _activation_elements(kind: str, shapes: TextSizes) -> int:
-    if kind == "embedding":
-        return 0
-    if kind == "head":
-        # The final norm's input and output; logits are the cost model's workspace.
-        return 2 * shapes.hidden
-    # Inputs and outputs of both norms; of the feed-forward (arXiv 2205.05198) the activation's
-    # input and output, or gate, up, activated gate and product; two dropout masks of one byte.
-    norms, feed_forward = 4 * shapes.hidden, (4 if shapes.gated else 2) * shapes.feed_forward
-    return (
-        _attention_elements(shapes)
-        + norms
-        + feed_forward
-        + (shapes.hidden if shapes.dropout else 0)
-    )
-
-
-def _attention_elements(shapes: TextSizes) -> int:
-    """Return elements per token saved inside the attention module: Q, K, V and the output
-    projection's input.
-
-    Korthikanti et al. (arXiv 2205.05198), section 4.1, with grouped keys and values, in two-byte
-    elements, without the S x S part of eager attention. The module's input is counted as the norm's
-    output.
-    """
-    return (2 * shapes.heads + 2 * shapes.key_value_heads) * shapes.head_dim
 
 
 FLASH_TOLERANCE = 1e-4
@@ -228,28 +196,22 @@ def trace_model_graph(
             _measure(model, hf_config, task, probed, plain, key), task=task.name
         )
         if task.traits.has_images:
-            graph = dataclasses.replace(graph, vision=_vision(model, probed, task, inline))
+            vision = trace_vision_encoder(model, probed.cut)
+            if task.traits.compares_pairs:
+                # The final modules of its encoders and its scale are no projector.
+                inside = tuple(f"{path}." for path in vision.tower)
+                outside = (p for p in vision.projector if not p.startswith(inside))
+                projector = tuple(path for path in outside if path not in probed.head)
+                vision = dataclasses.replace(vision, projector=projector)
+            else:
+                vision = with_usual_tiles(vision, model.config, inline=inline)
+            graph = dataclasses.replace(graph, vision=vision)
     context, expert = context_parallel_blocker(graph), expert_parallel_blocker(graph)
     graph = dataclasses.replace(
         graph, context_parallel_reason=context, expert_parallel_reason=expert
     )
     graph.verify()
     return graph
-
-
-def _vision(
-    model: PreTrainedModel, probed: ModelStructure, task: Task, inline: bool
-) -> VisionEncoder:
-    """Trace the vision encoder; a contrastive model's final encoder modules and scale are not a
-    projector."""
-    vision = trace_vision_encoder(model, probed.cut)
-    if not task.traits.compares_pairs:
-        return with_usual_tiles(vision, model.config, inline=inline)
-    inside = tuple(f"{path}." for path in vision.tower)
-    projector = (
-        path for path in vision.projector if path not in probed.head and not path.startswith(inside)
-    )
-    return dataclasses.replace(vision, projector=tuple(projector))
 
 
 def _on_meta(
@@ -293,19 +255,36 @@ def _measure(
     key: KeyPath,
 ) -> ModelGraph:
     stack_path = probed.cut.stack
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    placed = _placed(model, probed)
+    placed = _parameters_by_layer(model, probed)
     if placed is None:
         raise unsplittable_error(
             hf_config, "its tiny copy does not have all of its parameters", key
         )
-    text, max_dropout = text_config(hf_config), _largest_dropout(model)
-    sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
+    # Configurations also name dropouts of heads that a causal LM lacks.
+    dropouts = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    for module in model.modules():
+        named = (value for name, value in vars(module).items() if "dropout" in name)
+        dropouts += [value for value in named if isinstance(value, float)]
+    max_dropout = float(max(dropouts, default=0.0))
+    text, first_layer = text_config(hf_config), placed[1]
+    table = getattr(model.get_output_embeddings(), "weight", None)  # musicgen has a list of heads
+    hidden = first_size(text, "hidden_size") or 1
+    heads = first_size(text, "num_attention_heads") or 1
+    widest = max(max(p.shape) for p in first_layer if len(p.shape) >= 2)
+    sizes = TextSizes(
+        hidden=hidden,
+        feed_forward=first_size(text, "intermediate_size", "n_inner") or widest,
+        vocabulary=int(text.vocab_size if table is None else table.shape[0]),
+        heads=heads,
+        key_value_heads=first_size(text, "num_key_value_heads") or heads,
+        head_dim=first_size(text, "head_dim") or hidden // heads,
+        gated=any("gate" in p.name for p in first_layer),
+        dropout=max_dropout > 0,
+    )
     tensor = tensor_parallel_styles(
         model, text.model_type if task.traits.has_images else hf_config.model_type, stack_path
     )
+    tied = tuple(tuple(names) for names in parameter_aliases(model) if len(names) > 1)
     chosen = text_attention(model.config)
     traced = trace_model(model, probed.cut, probed.attention)  # last, as it replaces the parameters
     stack = [(f"{stack_path}.{index}", "decoder") for index in range(len(placed) - 2)]
@@ -331,7 +310,7 @@ def _measure(
         head_dim=sizes.head_dim,
         max_positions=first_size(text, "max_position_embeddings"),
         layers=tuple(layers),
-        tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
+        tied=tied,
         cut=probed.cut,
         attention_module=probed.attention,
         tensor_parallel_kind=tensor.kind,
@@ -346,7 +325,9 @@ def _measure(
     )
 
 
-def _placed(model: PreTrainedModel, probed: ModelStructure) -> list[list[Parameter]] | None:
+def _parameters_by_layer(
+    model: PreTrainedModel, probed: ModelStructure
+) -> list[list[Parameter]] | None:
     """Return the parameters of the embedding, each decoder layer, and the head; None where the tiny
     copy lacks some."""
     stack_path = probed.cut.stack
@@ -363,38 +344,6 @@ def _placed(model: PreTrainedModel, probed: ModelStructure) -> list[list[Paramet
             number = int(name[len(stack_path) + 1 :].split(".")[0])
             decoder[number].append(Parameter(name=name, shape=shape))
     return [embedding, *decoder, head]
-
-
-def _sizes(
-    model: PreTrainedModel, text: PretrainedConfig, first_layer: list[Parameter], *, dropout: bool
-) -> TextSizes:
-    weight = getattr(model.get_output_embeddings(), "weight", None)  # musicgen has a list of heads
-    hidden = first_size(text, "hidden_size") or 1
-    heads = first_size(text, "num_attention_heads") or 1
-    widest = max(max(p.shape) for p in first_layer if len(p.shape) >= 2)
-    return TextSizes(
-        hidden=hidden,
-        feed_forward=first_size(text, "intermediate_size", "n_inner") or widest,
-        vocabulary=int(text.vocab_size if weight is None else weight.shape[0]),
-        heads=heads,
-        key_value_heads=first_size(text, "num_key_value_heads") or heads,
-        head_dim=first_size(text, "head_dim") or hidden // heads,
-        gated=any("gate" in p.name for p in first_layer),
-        dropout=dropout,
-    )
-
-
-def _largest_dropout(model: nn.Module) -> float:
-    """Return the modules' largest dropout; configurations also name dropouts of heads that a causal
-    LM lacks."""
-    layers = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-    attributes = [
-        value
-        for m in model.modules()
-        for name, value in vars(m).items()
-        if "dropout" in name and isinstance(value, float)
-    ]
-    return max((float(p) for p in (*layers, *attributes)), default=0.0)
 
 
 def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
@@ -429,7 +378,9 @@ def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
 def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attention: str) -> None:
     """Raise SW2008 where the model does not support the pinned attention implementation."""
     supported = {"auto", "eager"}
-    if all(part._supports_sdpa for part in _with_text(model)):
+    text = text_config(model.config)
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    if all(part._supports_sdpa for part in parts if part is model or part.config is text):
         supported.add("sdpa")
     # Some types list the kernels that support them (attention sinks, for example).
     kernels = getattr(model, "_compatible_flash_implementations", None)
@@ -440,10 +391,3 @@ def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attenti
             f"attention {attention!r} is not available for model_type {hf_config.model_type!r}"
         )
         raise _no_attention(message, tuple(sorted(supported)))
-
-
-def _with_text(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the model and, of a composite model, its text part."""
-    text = text_config(model.config)
-    parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
-    return [part for part in parts if part is model or part.config is text]

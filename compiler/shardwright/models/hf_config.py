@@ -32,11 +32,9 @@ from shardwright.models.model_support import (
     METADATA_KEYS,
     config_key_errors,
     encoder_decoder,
-    not_causal_lm,
-    not_contrastive,
-    not_vision_language,
     support,
     unknown_type_error,
+    untrained_task_error,
 )
 from shardwright.models.remote_code import FINGERPRINT
 from shardwright.models.tasks.task_registry import Task, task_named, task_of_type, trained_types
@@ -55,24 +53,17 @@ def config_class_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
     keys = {field.name for field in dataclasses.fields(config_class)} | set(
         config_class.attribute_map
     )
-    keys |= _keyword_keys(config_class) | _flat_keys(config_class)
+    methods = ["__init__", "__post_init__"]
+    if "rope_parameters" in config_class.__dataclass_fields__:
+        methods.append("convert_rope_params_to_dict")
+    for method in methods:
+        for base, source in _sources(config_class, method):
+            keys |= set(_looked_up(config_class, base, ast.parse(source)))
+    keys |= _flat_keys(config_class)
     keys |= {name for name in _modeling_keys(config_class) if not hasattr(PretrainedConfig, name)}
     # The base class reads and drops these.
     keys |= set(GenerationConfig._get_default_generation_params())
     return frozenset(key for key in keys if not key.startswith("_"))
-
-
-def _keyword_keys(config_class: type[PretrainedConfig]) -> set[str]:
-    """Return the names that the methods of the class and its bases look up in their keywords."""
-    methods = ["__init__", "__post_init__"]
-    if "rope_parameters" in config_class.__dataclass_fields__:
-        methods.append("convert_rope_params_to_dict")
-    return {
-        name
-        for method in methods
-        for base, source in _sources(config_class, method)
-        for name in _looked_up(config_class, base, ast.parse(source))
-    }
 
 
 def _sources(config_class: type[PretrainedConfig], method: str) -> Iterator[tuple[type, str]]:
@@ -96,50 +87,34 @@ def _looked_up(config_class: type, base: type, tree: ast.AST) -> Iterator[str]:
     in loops over names."""
     loops = dict(_loops(config_class, tree))
     for node in ast.walk(tree):
-        name: ast.expr | None = None
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and _is_kwargs(node.func.value)
-        ):
-            name = (
-                node.args[0]
-                if node.args and node.func.attr in ("pop", "get", "setdefault")
-                else None
-            )
-        elif isinstance(node, ast.Subscript) and _is_kwargs(node.value):
-            name = node.slice
-        elif isinstance(node, ast.Compare) and _is_kwargs(node.comparators[0]):
-            name = node.left
-        elif (
-            base is not PretrainedConfig
-            and isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-        ):
-            is_own = (
-                node.func.id == "getattr"
-                and isinstance(node.args[0], ast.Name)
-                and node.args[0].id == "self"
-            )
-            name = node.args[1] if is_own else None
-        yield from _strings(name, loops)
-
-
-def _is_kwargs(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "kwargs"
-
-
-def _strings(node: ast.expr | None, loops: dict[str, list[str]]) -> Iterator[str]:
-    """Yield the values of a constant, a loop variable, or an f-string that ends in a loop
-    variable."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    elif isinstance(node, ast.Name):
-        yield from loops.get(node.id, ())
-    elif isinstance(node, ast.JoinedStr):
-        match node.values:
-            case [ast.Constant(value=str(prefix)), ast.FormattedValue(value=ast.Name(id=variable))]:
-                yield from (prefix + value for value in loops.get(variable, ()))
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="kwargs"), attr="pop" | "get" | "setdefault"),
+                args=[key, *_],
+            ):
+                pass
+            case ast.Subscript(value=ast.Name(id="kwargs"), slice=key):
+                pass
+            case ast.Compare(comparators=[ast.Name(id="kwargs"), *_], left=key):
+                pass
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), key, *_]) if (
+                base is not PretrainedConfig
+            ):
+                pass
+            case _:
+                continue
+        match key:
+            case ast.Constant(value=str(name)):
+                yield name
+            case ast.Name(id=variable):
+                yield from loops.get(variable, ())
+            case ast.JoinedStr(
+                values=[
+                    ast.Constant(value=str(prefix)),
+                    ast.FormattedValue(value=ast.Name(id=variable)),
+                ]
+            ):
+                yield from (prefix + name for name in loops.get(variable, ()))
 
 
 def _loops(config_class: type, tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
@@ -206,33 +181,26 @@ def _modeling_keys(config_class: type[PretrainedConfig]) -> set[str]:
 @functools.cache
 def _reads(file: Path) -> tuple[tuple[frozenset[str], frozenset[str]], ...]:
     """Return, for each class and function, (annotated configuration classes, attributes read)."""
-    body = ast.parse(file.read_text(encoding="utf-8")).body
-    return tuple((frozenset(_annotated(part)), frozenset(_attributes(part))) for part in body)
-
-
-def _annotated(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        annotation: ast.expr | None = None
-        match node:
-            case ast.arg(arg="config") | ast.AnnAssign(target=ast.Name(id="config")):
-                annotation = node.annotation
-        for part in ast.walk(annotation) if annotation is not None else ():
-            if isinstance(part, ast.Name):
-                yield part.id
-
-
-def _attributes(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_config(node.value):
-            yield node.attr
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ("getattr", "hasattr")
-            and _is_config(node.args[0])
-            and isinstance(node.args[1], ast.Constant)
-        ):
-            yield str(node.args[1].value)
+    reads = []
+    for part in ast.parse(file.read_text(encoding="utf-8")).body:
+        owners: set[str] = set()
+        attributes: set[str] = set()
+        for node in ast.walk(part):
+            match node:
+                case (
+                    ast.arg(arg="config", annotation=ast.expr() as annotation)
+                    | ast.AnnAssign(target=ast.Name(id="config"), annotation=annotation)
+                ):
+                    owners |= {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
+                case ast.Attribute(value=owner, attr=attribute) if _is_config(owner):
+                    attributes.add(attribute)
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr"),
+                    args=[owner, ast.Constant(value=attribute), *_],
+                ) if _is_config(owner):
+                    attributes.add(str(attribute))
+        reads.append((frozenset(owners), frozenset(attributes)))
+    return tuple(reads)
 
 
 def _is_config(node: ast.expr) -> bool:
@@ -326,16 +294,9 @@ def check_model_type(
         raise Refusal(encoder_decoder(model_type, where, decoder_alone=False))
     task = task_of_type(model_type) if asked == "auto" else task_named(asked)
     if task is None:
-        raise Refusal(not_causal_lm(model_type, trained_types(), where))
+        raise Refusal(untrained_task_error("causal-lm", model_type, trained_types(), where))
     if model_type not in task.types and not (FINGERPRINT in config and task.trains(model_type)):
-        refusal_of = (
-            not_contrastive
-            if task.traits.compares_pairs
-            else not_vision_language
-            if task.traits.has_images
-            else not_causal_lm
-        )
-        raise Refusal(refusal_of(model_type, tuple(task.types), where))
+        raise Refusal(untrained_task_error(task.name, model_type, tuple(task.types), where))
     return task
 
 
@@ -357,7 +318,14 @@ def resolve_config(
     own = {*probe.to_dict(), *config_class.attribute_map}
     known = {*own, *config_class_keys(config_class), *COMMON_KEYS, *published_keys(model_type)}
     config = decode_special_floats(config)
-    problem, takes = functools.partial(_value_problem, probe, own), config_class.__name__
+    canonical = {name: own_name for own_name, name in probe.attribute_map.items()}
+
+    def problem(name: str, value: JsonValue) -> str:
+        # Names that are no attributes are converted by the class.
+        wrong = refused_value(probe, name, value) if name in own else ""
+        return wrong or size_problem(canonical.get(name, name), name, value)
+
+    takes = config_class.__name__
     found = config_key_errors(config, known, problem, key, inline=inline, takes=takes)
     if wrong := [diagnostic for diagnostic in found if diagnostic.severity == "error"]:
         raise Refusal(*wrong)
@@ -408,16 +376,6 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
         return config.get_text_config()
     except ValueError:
         return config
-
-
-def _value_problem(probe: PretrainedConfig, own: set[str], name: str, value: JsonValue) -> str:
-    """Return why `value` is not valid for `name`, or "".
-
-    own: names that are attributes; the class converts the others.
-    """
-    canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
-    wrong = refused_value(probe, name, value) if name in own else ""
-    return wrong or size_problem(canonical, name, value)
 
 
 def refused_value(probe: PretrainedConfig, name: str, value: JsonValue) -> str:

@@ -9,7 +9,6 @@ configuration.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import json
 import re
@@ -20,6 +19,8 @@ from typing import Any
 
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -39,6 +40,7 @@ from shardwright.models.model_graph import ModelGraph, VisionEncoder
 from shardwright.models.model_support import missing_processor_package
 from shardwright.models.tasks.vision_language import (
     VisionEncoderShape,
+    first_side,
     image_token,
     vision_encoder_config,
     vision_encoder_shape,
@@ -99,12 +101,7 @@ def load_processor(folder: Path) -> Any:
             document.get("processor_class")
             or json.loads(before.read_text("utf-8"))["processor_class"]
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        images = AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, backend="pil"
-        )
+        tokenizer, images = load_pair_processor(folder)
         return _assembled(_class_of(name), images, tokenizer, document)
     except ProcessorUnavailable:
         raise
@@ -117,7 +114,7 @@ def processor_from_config(config: PretrainedConfig) -> Any:
     name, images = _pillow_classes(config)
     try:
         kind = _class_of(name)
-        tokenizer = _byte_tokenizer(config, kind)
+        tokenizer = _byte_tokenizer(config)
         image_processor = _image_processor(getattr(transformers, images), config, cut=False)
         return _assembled(kind, image_processor, tokenizer, _own(config))
     except ProcessorUnavailable:
@@ -158,12 +155,19 @@ def _pillow_classes(config: PretrainedConfig) -> tuple[str, str]:
 
 def _assembled(kind: Any, images: Any, tokenizer: Any, own: dict[str, Any]) -> Any:
     taken = inspect.signature(kind.__init__).parameters
-    values = {
-        n: v for n, v in own.items() if n in taken and n not in ("image_processor", "tokenizer")
-    }
+    values = {n: v for n, v in own.items() if n in taken}
     if getattr(tokenizer, "chat_template", None):
         values.setdefault("chat_template", tokenizer.chat_template)
-    return _without_videos(kind)(**{**values, "image_processor": images, "tokenizer": tokenizer})
+    values |= {"image_processor": images, "tokenizer": tokenizer}
+    if "video_processor" not in taken:
+        return kind(**values)
+
+    def check(self: Any, name: str, argument: Any) -> Any:  # a video processor needs torchvision
+        is_video = name == "video_processor"
+        return None if is_video else kind.check_argument_for_proper_class(self, name, argument)
+
+    without_videos = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+    return without_videos(**{**values, "video_processor": None})
 
 
 def image_processor_arguments(processor: Any, *, tiles: bool = True) -> dict[str, Any]:
@@ -185,24 +189,11 @@ def image_processor_arguments(processor: Any, *, tiles: bool = True) -> dict[str
     }
 
 
-def _without_videos(kind: Any) -> Any:
-    """Return the class without its video processor, which needs torchvision."""
-    if "video_processor" not in inspect.signature(kind.__init__).parameters:
-        return functools.partial(kind)
-
-    def check(self: Any, name: str, argument: Any) -> Any:
-        return (
-            None
-            if name == "video_processor"
-            else kind.check_argument_for_proper_class(self, name, argument)
-        )
-
-    sighted = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
-    return functools.partial(sighted, video_processor=None)
-
-
 def processor_files(processor: Any, config: PretrainedConfig) -> dict[str, bytes]:
-    """Return name -> content of the files that load_processor reads."""
+    """Return name -> content of the files that load_processor reads.
+
+    Raises ProcessorUnavailable unless the text for an image becomes its placeholder tokens.
+    """
     with tempfile.TemporaryDirectory() as folder:
         processor.tokenizer.save_pretrained(folder)
         processor.image_processor.save_pretrained(folder)
@@ -210,23 +201,19 @@ def processor_files(processor: Any, config: PretrainedConfig) -> dict[str, bytes
         Path(folder, _FILE).write_text(
             json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
-        _check(load_processor(Path(folder)))
+        loaded = load_processor(Path(folder))
+        try:
+            _, written = loaded._process_images(
+                [Image.new("RGB", (40, 30))], **image_processor_arguments(loaded)
+            )
+            ids = loaded.tokenizer(written[0], add_special_tokens=False)["input_ids"]
+        except Exception as error:  # its class may raise anything at these sizes
+            raise ProcessorUnavailable(exception_summary(error, 160)) from None
+        if not set(ids) & set(loaded.image_token_ids):
+            raise ProcessorUnavailable(
+                "its tokenizer does not know the text that stands for an image"
+            )
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-
-
-def _check(processor: Any) -> None:
-    """Raise ProcessorUnavailable unless the text for an image becomes its placeholder tokens."""
-    from PIL import Image
-
-    try:
-        _, written = processor._process_images(
-            [Image.new("RGB", (40, 30))], **image_processor_arguments(processor)
-        )
-        ids = processor.tokenizer(written[0], add_special_tokens=False)["input_ids"]
-    except Exception as error:  # its class may raise anything at these sizes
-        raise ProcessorUnavailable(exception_summary(error, 160)) from None
-    if not set(ids) & set(processor.image_token_ids):
-        raise ProcessorUnavailable("its tokenizer does not know the text that stands for an image")
 
 
 def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
@@ -236,7 +223,7 @@ def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
         unsplit images.
     """
     tower = vision_encoder_config(config)
-    side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
+    side, patch = first_side(getattr(tower, "image_size", None)), first_side(tower.patch_size)
     default = kind()
     values: dict[str, Any] = {}
     if side and patch and hasattr(default, "image_seq_length"):
@@ -287,18 +274,12 @@ def _tile_settings(
     return {"size": {"longest_edge": default.size["longest_edge"] * side // tile["longest_edge"]}}
 
 
-def _number(size: Any) -> int | None:
-    """Return a side, the first of (height, width)."""
-    first = size[0] if isinstance(size, list | tuple) and size else size
-    return first if isinstance(first, int) else None
-
-
 def _own(config: PretrainedConfig) -> dict[str, Any]:
     """Return the arguments of a processor's class beside its parts."""
     tower: Any = vision_encoder_config(config)
-    side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
+    side, patch = first_side(getattr(tower, "image_size", None)), first_side(tower.patch_size)
     arguments = {
-        "patch_size": patch,
+        "patch_size": patch or None,
         "num_image_tokens": (side // patch) ** 2 if side and patch else None,
         "vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None),
         "vision_feature_select_strategy": getattr(config, "vision_feature_select_strategy", None),
@@ -315,7 +296,7 @@ def _own(config: PretrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerFast:
+def _byte_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
     """Make a byte tokenizer with each placeholder of the configuration under its id. Raises
     ProcessorUnavailable."""
     token = image_token(config)
@@ -330,26 +311,23 @@ def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerF
             names[attribute] = (text, value)
     if len({value for _, value in names.values()}) < len(names):
         raise ProcessorUnavailable("two of its placeholder tokens share an id")
-    document = json.loads(byte_tokenizer().to_str())
-    settings = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    ordered = sorted(names.values(), key=lambda each: each[1])
-    document["model"]["vocab"] |= dict(ordered)
-    document["added_tokens"] = [
-        {"id": value, "content": text, **settings} for text, value in ordered
-    ]
-    from tokenizers import Tokenizer
-
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(document)),
+        tokenizer_object=_with_special_tokens(dict(names.values())),
         clean_up_tokenization_spaces=False,
         extra_special_tokens={attribute: text for attribute, (text, _) in names.items()},
     )
+
+
+def _with_special_tokens(ids: dict[str, int]) -> Tokenizer:
+    """Return the byte tokenizer with these special tokens under their ids."""
+    document = json.loads(byte_tokenizer().to_str())
+    settings = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ordered = sorted(ids.items(), key=lambda each: each[1])
+    document["model"]["vocab"] |= dict(ordered)
+    document["added_tokens"] = [
+        {"id": id_, "content": text, **settings, "special": True} for text, id_ in ordered
+    ]
+    return Tokenizer.from_str(json.dumps(document))
 
 
 # The number of tiles that a processor makes of an image, tested on images of one colour.
@@ -428,16 +406,19 @@ def pair_processor_files(config: PretrainedConfig) -> dict[str, bytes]:
 
     Raises ProcessorUnavailable.
     """
-    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    images = classes.get("pil") if isinstance(classes, dict) else None
-    if images is None:
-        raise ProcessorUnavailable(
-            f"transformers has no processor for {config.model_type!r} that needs only Pillow"
-        )
+    name, images = _pillow_classes(config)
     with tempfile.TemporaryDirectory() as folder:
         _caption_tokenizer(config).save_pretrained(folder)
-        _pair_image_processor(getattr(transformers, images), config).save_pretrained(folder)
-        document = {"processor_class": PROCESSOR_MAPPING_NAMES[config.model_type]}
+        side = getattr(vision_encoder_config(config), "image_size", None)
+        if not isinstance(side, int):
+            raise ProcessorUnavailable("its configuration has no image size")
+        kind = getattr(transformers, images)
+        default, sizes = kind(), {}
+        for key in ("size", "crop_size"):
+            if (edges := getattr(default, key, None)) is not None:
+                sizes[key] = {edge: side for edge, v in dict(edges).items() if v is not None}
+        kind(**sizes).save_pretrained(folder)
+        document = {"processor_class": name}
         Path(folder, "processor_config.json").write_text(
             json.dumps(document, indent=2) + "\n", encoding="utf-8"
         )
@@ -445,64 +426,31 @@ def pair_processor_files(config: PretrainedConfig) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
-def _pair_image_processor(kind: Any, config: PretrainedConfig) -> Any:
-    side, default = getattr(vision_encoder_config(config), "image_size", None), kind()
-    if not isinstance(side, int):
-        raise ProcessorUnavailable("its configuration has no image size")
-    values = {
-        name: dict.fromkeys((key for key, value in dict(edges).items() if value is not None), side)
-        for name in ("size", "crop_size")
-        if (edges := getattr(default, name, None)) is not None
-    }
-    return kind(**values)
-
-
 def _caption_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
     """Make a byte tokenizer with the configuration's start and end of a text. Raises
     ProcessorUnavailable."""
-    from tokenizers import Tokenizer
-    from tokenizers.processors import TemplateProcessing
-
-    text = config.get_text_config()
-    start, end = _ends(config.model_type, text)
-    names = {START: start, END: end} if start is not None else {END: end}
-    settings = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    document = json.loads(byte_tokenizer().to_str())
-    ordered = sorted(names.items(), key=lambda each: each[1])
-    document["model"]["vocab"] |= dict(ordered)
-    document["added_tokens"] = [
-        {"id": value, "content": name, **settings} for name, value in ordered
-    ]
-    tokenizer = Tokenizer.from_str(json.dumps(document))
-    around = f"{START} $A {END}" if start is not None else f"$A {END}"
-    tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=list(names.items()))
+    text, anywhere = config.get_text_config(), config.model_type in _ANYWHERE
+    size, start, end = text.vocab_size, text.bos_token_id, text.eos_token_id
+    if end == _HIGHEST or (anywhere and not _is_free(end, size)):
+        start, end = (None if anywhere else size - 2), size - 1
+    if not _is_free(end, size):
+        raise ProcessorUnavailable(
+            f"text_config.eos_token_id {end} is not an id from {BYTES} to {size - 1} (the first "
+            f"{BYTES} ids are bytes)"
+        )
+    ids, around, begin = {END: end}, f"$A {END}", {}
+    if _is_free(start, size) and start != end:
+        ids, around, begin = {START: start, END: end}, f"{START} {around}", {"bos_token": START}
+    tokenizer = _with_special_tokens(ids)
+    tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=list(ids.items()))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         model_max_length=text.max_position_embeddings,
         eos_token=END,
         pad_token=END,
-        **({} if start is None else {"bos_token": START}),
+        **begin,
     )
-
-
-def _ends(model_type: str, text: Any) -> tuple[int | None, int]:
-    """Return the ids of the start (None where there is none) and the end of a text."""
-    size, start, end = text.vocab_size, text.bos_token_id, text.eos_token_id
-    if end == _HIGHEST or (model_type in _ANYWHERE and not _is_free(end, size)):
-        start, end = (None if model_type in _ANYWHERE else size - 2), size - 1
-    if not _is_free(end, size):
-        raise ProcessorUnavailable(
-            f"text_config.eos_token_id {end} is not an id from {BYTES} to {size - 1} (the first "
-            f"{BYTES} ids are bytes)"
-        )
-    return (start if _is_free(start, size) and start != end else None), end
 
 
 def _is_free(token: Any, size: int) -> bool:

@@ -27,6 +27,7 @@ from shardwright.models.model_skeleton import (
     Skeleton,
     State,
     leaves,
+    parameter_aliases,
     without_images,
 )
 from shardwright.models.tasks.causal_lm import is_causal, own_loss
@@ -79,7 +80,13 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
     beside: other forward inputs of a vision-language model.
     """
     if beside:
-        _check_image_dependence(model, input_ids, beside)
+        others = {n: v.roll(1, -1) if v.is_floating_point() else v for n, v in beside.items()}
+        with torch.no_grad():
+            images_count = not torch.equal(
+                logits_of(model, input_ids, beside), logits_of(model, input_ids, others)
+            )
+        if not images_count:
+            raise NotSplittable("its logits do not depend on the images")
     cut = find_layer_split(model, input_ids, beside)
     cut = replace(cut, together=find_inseparable_layers(model, cut, input_ids, beside))
     embedding, head = _boundary_parameters(model, cut, input_ids, beside)
@@ -95,17 +102,6 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
     return ModelStructure(
         cut=cut, embedding=embedding, head=head, attention=attention_module(model, cut)
     )
-
-
-@torch.no_grad()
-def _check_image_dependence(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> None:
-    """Raise NotSplittable where other images give the same logits."""
-    others = {
-        name: value.roll(1, -1) if value.is_floating_point() else value
-        for name, value in beside.items()
-    }
-    if torch.equal(logits_of(model, input_ids, beside), logits_of(model, input_ids, others)):
-        raise NotSplittable("its logits do not depend on the images")
 
 
 def _boundary_parameters(
@@ -271,22 +267,16 @@ def find_layer_split(
                 raise NotSplittable(f"its layers hand on several streams as one {kind}: {fields}")
             cut = _slots(path, ours)
             if cut is not None:
-                return _with_payload(
-                    model, replace(cut, carried=_carried(ours)), ours, input_ids, beside
-                )
-    raise NotSplittable(_no_stack(calls, stacks))
-
-
-def _no_stack(calls: list[_Call], stacks: list[tuple[str, list[nn.Module]]]) -> str:
-    """Return why no list of layers can be split."""
+                return _with_payload(model, cut, ours, input_ids, beside)
     runs = Counter(id(call.module) for call in calls)
     looped = [path for path, children in stacks if any(runs[id(c)] > 1 for c in children)]
-    if looped:
-        return f"its layers run more than once, in a loop: {', '.join(looped)}"
     once = [path for path, children in stacks if all(runs[id(c)] == 1 for c in children)]
-    if len({path.rpartition(".")[0] for path in once}) == 1 < len(once):
-        return f"its layers are no modules of their own: their parts lie in {', '.join(once)}"
-    return "no list of layers runs once each, in order, on the hidden states"
+    why = "no list of layers runs once each, in order, on the hidden states"
+    if looped:
+        why = f"its layers run more than once, in a loop: {', '.join(looped)}"
+    elif len({path.rpartition(".")[0] for path in once}) == 1 < len(once):
+        why = f"its layers are no modules of their own: their parts lie in {', '.join(once)}"
+    raise NotSplittable(why)
 
 
 def _slots(path: str, calls: list[_Call]) -> PipelineSplit | None:
@@ -298,46 +288,37 @@ def _slots(path: str, calls: list[_Call]) -> PipelineSplit | None:
     hidden = first[0] if length else first
     if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point() or hidden.ndim < 3:
         return None
+    keyword: str | None = None
     if len(calls) == 1:
         args, _ = calls[0].arguments
-        same = [
-            i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.shape == hidden.shape
-        ]
-        return (
-            PipelineSplit(
-                stack=path, hidden_position=same[0], hidden_keyword=None, output_length=length
-            )
-            if same
-            else None
-        )
-    args, kwargs = calls[1].arguments
-    position = next((i for i, a in enumerate(args) if _same(a, hidden)), None)
-    keyword = next((k for k, a in kwargs.items() if _same(a, hidden)), None)
+        alike = (isinstance(a, torch.Tensor) and a.shape == hidden.shape for a in args)
+        position = next((i for i, is_alike in enumerate(alike) if is_alike), None)
+    else:
+        args, kwargs = calls[1].arguments
+        position = next((i for i, a in enumerate(args) if _same(a, hidden)), None)
+        if position is None:
+            keyword = next((k for k, a in kwargs.items() if _same(a, hidden)), None)
     if position is None and keyword is None:
         return None
-    keyword = keyword if position is None else None
+    # Places in a layer's output that a later layer is handed: the same tensor, not an equal one.
+    carried: set[int] = set()
+    for index, call in enumerate(calls):
+        later = {id(value) for after in calls[index + 1 :] for _, value in leaves(after.arguments)}
+        output = call.output if isinstance(call.output, tuple | list) else ()
+        for place, value in enumerate(output):
+            if place and torch.is_tensor(value) and id(value) in later:
+                carried.add(place)
     return PipelineSplit(
-        stack=path, hidden_position=position, hidden_keyword=keyword, output_length=length
+        stack=path,
+        hidden_position=position,
+        hidden_keyword=keyword,
+        output_length=length,
+        carried=tuple(sorted(carried)),
     )
 
 
 def _same(a: Any, b: torch.Tensor) -> bool:
     return a is b or (isinstance(a, torch.Tensor) and a.shape == b.shape and torch.equal(a, b))
-
-
-def _carried(calls: list[_Call]) -> tuple[int, ...]:
-    """Return the places in a layer's output that a later layer is handed: the same tensor, not an
-    equal one."""
-    places: set[int] = set()
-    for index, call in enumerate(calls):
-        later = {id(value) for after in calls[index + 1 :] for _, value in leaves(after.arguments)}
-        output = call.output if isinstance(call.output, tuple | list) else ()
-        places |= {
-            at
-            for at, value in enumerate(output)
-            if at and torch.is_tensor(value) and id(value) in later
-        }
-    return tuple(sorted(places))
 
 
 def _with_payload(
@@ -354,7 +335,7 @@ def _with_payload(
     )
     hidden = dict(leaves(calls[0].arguments))[skeleton._hidden_path]
     batch = None if beside is None else {"input_ids": input_ids, **without_images(beside)}
-    dummy, slots = skeleton._context(hidden, None, batch)
+    dummy, slots = skeleton.context(hidden, None, batch)
     known = {use for slot in slots for use in slot.uses}
     payload = {
         path: None
@@ -441,10 +422,8 @@ def find_inseparable_layers(
     Such a layer is wrong, or fails, unless the layers it reads from ran before it on the same
     stage. Raises NotSplittable.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    shared = layers_that_share_parameters((tuple(group) for group in names.values()), cut.stack)
+    aliases = (tuple(names) for names in parameter_aliases(model))
+    shared = layers_that_share_parameters(aliases, cut.stack)
     skeleton = Skeleton(model, cut, _tokens(input_ids))
     states = [skeleton.embed(input_ids, None, beside)]
     skeleton.begin()

@@ -106,7 +106,13 @@ def _trace(
     model.train()
     text = model.config.get_text_config()
     stub_parameters(model, torch.float32)
-    base = (LOOP_LENGTH if _loops(model, cut) else _base_length(text)) // shorter
+    length = LOOP_LENGTH
+    if not _loops(model, cut):
+        # A multiple of state-space chunks, and within the model's positions.
+        length = max([BASE_LENGTH, *(size for name in _CHUNKS if (size := _size(text, name)))])
+        positions = (size for name in _POSITIONS if (size := _size(text, name)))
+        length = max(1, min(length, min(positions, default=2 * length) // 2))
+    base = length // shorter
     window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
     # sdpa builds no mask up to the window's length, and one beyond it.
     regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
@@ -135,12 +141,21 @@ def _trace(
                 ShardedBytes(whole=run.context_bytes, divided=0) for run in (short, long)
             )
             _add(context, _kept(base, a_context, b_context, "none", element_bytes, from_length))
-    return ModelTrace(
-        layers=tuple(
-            _layer(base, a, b, entries) for (a, b), entries in zip(first, kept, strict=True)
-        ),
-        context=tuple(context),
-    )
+    layers: list[LayerTrace | str] = []
+    for (a, b), entries in zip(first, kept, strict=True):
+        if isinstance(a, str) or isinstance(b, str):
+            layers.append(a if isinstance(a, str) else str(b))
+            continue
+        attention = _fit(base, a.attention_forward_flops, b.attention_forward_flops)
+        layers.append(
+            LayerTrace(
+                forward=_fit(base, a.forward_flops, b.forward_flops),
+                attention_module_per_token=attention[0],
+                backward=_fit(base, a.backward_flops, b.backward_flops),
+                kept=tuple(entries),
+            )
+        )
+    return ModelTrace(layers=tuple(layers), context=tuple(context))
 
 
 def _loops(model: PreTrainedModel, cut: PipelineSplit) -> bool:
@@ -179,7 +194,7 @@ class _Run:
         self.ids = torch.zeros(1, length, dtype=torch.long)
         with torch.no_grad():
             real = self.skeleton.embed(self.ids, None)
-        self.contexts, self.slots = self.skeleton._context(real.hidden, None)
+        self.contexts, self.slots = self.skeleton.context(real.hidden, None)
         own_hidden = {id(self.skeleton._hidden(*call)) for call in self.contexts.values()}
         handed = [
             *(
@@ -204,11 +219,16 @@ class _Run:
         self.context_bytes = sum(
             {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in handed}.values()
         )
-        self.pieces = self._all_pieces()
-
-    def _all_pieces(self) -> list[PieceTrace | str]:
         layers = self.skeleton.layers
-        pieces: list[PieceTrace | str] = [self._piece(self.outside, self._embed, None, layer=None)]
+
+        def embed(_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            state = self.skeleton.embed(self.ids, None)
+            return state.hidden, *state.payload
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            return self.skeleton.head(State(hidden=hidden))
+
+        pieces: list[PieceTrace | str] = [self._piece(self.outside, embed, None, layer=None)]
         known: dict[str, PieceTrace | str] = {}
         for index, layer in enumerate(layers):
             key = shape_signature(layer, self.contexts.get(index))
@@ -218,9 +238,9 @@ class _Run:
                 )
             pieces.append(known[key])
         pieces.append(
-            self._piece(self.outside, self._head, self.hidden, layer=None, starts_after=layers[-1])
+            self._piece(self.outside, head, self.hidden, layer=None, starts_after=layers[-1])
         )
-        return pieces
+        self.pieces = pieces
 
     def _piece(
         self,
@@ -246,10 +266,6 @@ class _Run:
             except Exception as error:  # a type's code may need values
                 return error_reason(error)
 
-    def _embed(self, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        state = self.skeleton.embed(self.ids, None)
-        return state.hidden, *state.payload
-
     def _decode(self, index: int, given: torch.Tensor | None) -> torch.Tensor:
         assert given is not None
         for shared_state in self.skeleton._memo.values():  # what earlier layers left in it
@@ -263,10 +279,6 @@ class _Run:
             if slot.source and slot.source[0] == index:
                 self.payload[place] = _detach(after.payload[place])
         return after.hidden
-
-    def _head(self, given: torch.Tensor | None) -> torch.Tensor:
-        assert given is not None
-        return self.skeleton.head(State(hidden=given))
 
 
 def error_reason(error: Exception) -> str:
@@ -346,15 +358,6 @@ def _window(config: PretrainedConfig, size: int) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _base_length(config: PretrainedConfig) -> int:
-    """Return a length that is a multiple of state-space chunks and within the model's positions."""
-    length = max([BASE_LENGTH, *(size for name in _CHUNKS if (size := _size(config, name)))])
-    positions = min(
-        (size for name in _POSITIONS if (size := _size(config, name))), default=2 * length
-    )
-    return max(1, min(length, positions // 2))
-
-
 def _size(config: PretrainedConfig, name: str) -> int:
     """Return a positive size, 0 where there is none."""
     return max(0, first_size(config, name) or 0)
@@ -390,21 +393,3 @@ def _add(entries: list[SavedActivations], entry: SavedActivations) -> None:
     """Add an entry unless a shorter regime has the same one."""
     if replace(entry, from_length=0) not in entries:
         entries.append(entry)
-
-
-def _layer(
-    base: int, short: PieceTrace | str, long: PieceTrace | str, kept: list[SavedActivations]
-) -> LayerTrace | str:
-    if isinstance(short, str):
-        return short
-    if isinstance(long, str):
-        return long
-    forward = _fit(base, short.forward_flops, long.forward_flops)
-    return LayerTrace(
-        forward=forward,
-        attention_module_per_token=_fit(
-            base, short.attention_forward_flops, long.attention_forward_flops
-        )[0],
-        backward=_fit(base, short.backward_flops, long.backward_flops),
-        kept=tuple(kept),
-    )

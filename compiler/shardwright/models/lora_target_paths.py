@@ -101,7 +101,18 @@ def lora_blocker(
         parameters[name].copy_(torch.randn_like(parameters[name]) * 0.05)
     model.eval()
     adapted = logits()
-    if unused := [name for name in names if _is_unused(name, parameters, paths, logits, adapted)]:
+    unused = []
+    for name in names:  # the logits stay without the adapters of an unused module
+        own = [parameters[adapter_names(p)[1]] for p in paths if p.rpartition(".")[2] == name]
+        values = [b.clone() for b in own]
+        for b in own:
+            b.zero_()
+        same = torch.equal(logits(), adapted)
+        for b, value in zip(own, values, strict=True):
+            b.copy_(value)
+        if same:
+            unused.append(name)
+    if unused:
         return (
             f"its forward never calls {' nor '.join(map(repr, unused))}, whose adapters would "
             "not count"
@@ -118,22 +129,3 @@ def lora_blocker(
     if share <= _MOST_SHARE:
         return ""
     return f"its logits are not those of W + alpha / r B A (difference {share:.1e} of the largest)"
-
-
-def _is_unused(
-    name: str,
-    parameters: dict[str, nn.Parameter],
-    paths: list[str],
-    logits: Callable[[], torch.Tensor],
-    adapted: torch.Tensor,
-) -> bool:
-    """Return whether the logits stay `adapted` without the adapters of the modules called
-    `name`."""
-    own = [parameters[adapter_names(path)[1]] for path in paths if path.rpartition(".")[2] == name]
-    values = [b.clone() for b in own]
-    for b in own:
-        b.zero_()
-    same = torch.equal(logits(), adapted)
-    for b, value in zip(own, values, strict=True):
-        b.copy_(value)
-    return same

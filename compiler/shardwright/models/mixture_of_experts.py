@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from shardwright.models.model_graph import name_pattern
-from shardwright.models.model_skeleton import replace_forward
+from shardwright.models.model_skeleton import parameter_aliases, replace_forward
 from shardwright.utils.numeric_difference import max_abs_diff
 
 TOLERANCE = 2e-5
@@ -40,14 +41,14 @@ def fits_grouped_mm(weight: torch.Tensor) -> bool:
     return all(size * weight.element_size() % _KERNEL_BYTES == 0 for size in weight.shape[-2:])
 
 
-def _can_use_kernel(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
-    return fits_grouped_mm(weight) and bool(_can_use_grouped_mm(input, weight, offs))
-
-
 def use_grouped_mm_where_it_fits() -> None:
     """Make experts of other shapes, which tensor parallelism may leave, use transformers' loop over
     experts."""
-    moe._can_use_grouped_mm = _can_use_kernel
+
+    def fits(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        return fits_grouped_mm(weight) and bool(_can_use_grouped_mm(input, weight, offs))
+
+    moe._can_use_grouped_mm = fits
 
 
 def number_of_experts(module: Any) -> int:
@@ -82,7 +83,7 @@ def expert_parallel_blocker(
         return "not all of its stacked parameters are those of experts with transformers' interface"
     if any(
         len(names) > 1 and any(n.rpartition(".")[0] in modules for n in names)
-        for names in _names(model)
+        for names in parameter_aliases(model)
     ):
         return "layers share experts"
     expected = model(input_ids=input_ids, use_cache=False).logits
@@ -97,13 +98,6 @@ def expert_parallel_blocker(
     return ""
 
 
-def _names(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return list(names.values())
-
-
 def _in_halves(module: Any) -> Experts:
     """Compute the module as two expert ranks do: each on the tokens that chose its experts,
     numbered from zero."""
@@ -116,7 +110,14 @@ def _in_halves(module: Any) -> Experts:
             tokens, places = ((chosen >= first) & (chosen < stop)).nonzero(as_tuple=True)
             if not len(tokens):
                 continue
-            with _holding(module, first, stop):
+            held = {
+                name: None if p is None else nn.Parameter(p[first:stop])
+                for name, p in module._parameters.items()
+            }
+            with (
+                patch.dict(module._parameters, held),
+                patch.object(module, "num_experts", stop - first),
+            ):
                 made = inner(
                     hidden[tokens],
                     chosen[tokens, places, None] - first,
@@ -126,20 +127,6 @@ def _in_halves(module: Any) -> Experts:
         return out
 
     return forward
-
-
-@contextmanager
-def _holding(module: Any, first: int, stop: int) -> Iterator[None]:
-    """Keep only the experts [first, stop) in the module."""
-    unsplit, experts = dict(module._parameters), module.num_experts
-    held = {name: None if p is None else nn.Parameter(p[first:stop]) for name, p in unsplit.items()}
-    module._parameters.update(held)
-    module.num_experts = stop - first
-    try:
-        yield
-    finally:
-        module._parameters.update(unsplit)
-        module.num_experts = experts
 
 
 # DeepSeek-V3's sequence-wise load balance loss (arXiv 2412.19437, equations 17 to 20), for any type
@@ -164,26 +151,21 @@ PROPORTIONAL = 1e-3
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return, by path, the routers whose first output transformers records as `router_logits`."""
-    recorded = [
-        recorder
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        for recorder in _listed(
-            (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        )
-        if recorder.index == 0
-    ]
-    kinds = tuple({recorder.target_class for recorder in recorded})
+    classes: set[type[nn.Module]] = set()
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        outputs: dict[str, Any] = getattr(module, "_can_record_outputs", None) or {}
+        recorders: Any = outputs.get("router_logits")
+        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
+            if getattr(recorder, "index", None) == 0 and hasattr(recorder, "target_class"):
+                classes.add(recorder.target_class)
+    kinds = tuple(classes)
     return {
         path: module
         for path, module in model.named_modules()
         if kinds and isinstance(module, kinds)
     }
-
-
-def _listed(recorders: Any) -> list[Any]:
-    found = recorders if isinstance(recorders, (list, tuple)) else [recorders]
-    return [each for each in found if hasattr(each, "target_class") and hasattr(each, "index")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +205,13 @@ def detect_affinity(model: nn.Module, input_ids: torch.Tensor) -> str | NoRouter
             "one expert a token: its routing weights do not tell what they are made of"
         )
     for name, affinities in AFFINITIES.items():
+        ratios = [
+            weights.float() / affinities(logits.float()).gather(1, chosen)
+            for logits, weights, chosen in outputs
+        ]
         if all(
-            _proportional(w, affinities(logits.float()).gather(1, chosen))
-            for logits, w, chosen in outputs
+            (r.amax(dim=1) - r.amin(dim=1) <= PROPORTIONAL * r.abs().amax(dim=1)).all()
+            for r in ratios
         ):
             return name
     return NoRouterAuxLoss(
@@ -247,13 +233,6 @@ def _is_routing(output: Any, tokens: int) -> bool:
         and weights.shape == chosen.shape
         and chosen.dtype == torch.int64
         and int(chosen.max()) < logits.shape[1]
-    )
-
-
-def _proportional(weights: torch.Tensor, affinities: torch.Tensor) -> bool:
-    ratio = weights.float() / affinities
-    return bool(
-        (ratio.amax(dim=1) - ratio.amin(dim=1) <= PROPORTIONAL * ratio.abs().amax(dim=1)).all()
     )
 
 

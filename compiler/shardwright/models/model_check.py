@@ -49,40 +49,34 @@ BYTE_SYMBOLS = 256
 
 def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Return the errors that `compile` would raise; a note marks what only the hub can tell."""
+    section, source = recipe.model, recipe.model.source or ""
+    config, wrong = section.config, list[Diagnostic]()
     try:
-        config, notes = _config(recipe.model)
+        if config is None and os.path.isabs(source):
+            path = Path(source, CONFIG_NAME)
+            # check_files reports a missing file.
+            config = read_config_file(path) if path.is_file() else None
+        elif config is None:
+            config = local_config(source, section.revision)
+            wrong += [] if config is not None else [_unknown(source, ("model", "source"))]
     except Refusal as refusal:
         return refusal.diagnostics
-    wrong = list(notes)
     if config is not None:
-        inline = recipe.model.config is not None
-        if not inline and recipe.model.trust_remote_code is None and has_remote_code(config):
-            wrong.append(untrusted_code_error(recipe.model.source or "", config.get("model_type")))
+        inline = section.config is not None
+        if not inline and section.trust_remote_code is None and has_remote_code(config):
+            wrong.append(untrusted_code_error(source, config.get("model_type")))
         wrong += config_errors(
             config, ("model", "config") if inline else ("model", "source"), inline
         )
-        wrong += _processor(recipe.model, config)
-    wrong += _weights(recipe.model, config)
+        wrong += _processor(section, config)
+    wrong += _weights(section, config)
     is_wrong = any(diagnostic.severity == "error" for diagnostic in wrong)
     vocabulary = None if config is None or is_wrong else vocabulary_size(config)
     for key, part in recipe.tokenized():
         if part.tokenizer is not None:
-            own = part.tokenizer == recipe.model.source
+            own = part.tokenizer == section.source
             wrong += _tokenizer(part.tokenizer, (*key, "tokenizer"), vocabulary, own)
     return tuple(wrong)
-
-
-def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic, ...]]:
-    """Return the configuration, None where it is not on this machine. Raises SW2002."""
-    if section.config is not None:
-        return section.config, ()
-    source = section.source or ""
-    if os.path.isabs(source):
-        path = Path(source, CONFIG_NAME)
-        # check_files reports a missing file.
-        return read_config_file(path) if path.is_file() else None, ()
-    config = local_config(source, section.revision)
-    return config, () if config is not None else (_unknown(source, ("model", "source")),)
 
 
 def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic]:
@@ -96,28 +90,20 @@ def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic
     ):
         return
     here = None if section.config is not None else local_processor(section)
-    name, packages = processor_packages(
-        model_type, None if here is None else _processor_class(here[0])
-    )
+    own: object = None  # the class that the files beside the weights name
+    for file in PROCESSOR_FILES:
+        if here is None or isinstance(own, str):
+            break
+        with suppress(OSError, ValueError):
+            document = parse_json(read_regular_file(here[0] / file))
+            own = document.get("processor_class") if isinstance(document, dict) else None
+    name, packages = processor_packages(model_type, own if isinstance(own, str) else None)
     for package in packages:
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             why = f"its {name} needs {package}, which is not installed here"
             error = missing_processor_package(model_type, why, package)
             is_certain = section.config is not None or here is not None
             yield error if is_certain else dataclasses.replace(error, severity="warning")
-
-
-def _processor_class(folder: Path) -> str | None:
-    """Return the processor class that the files beside the weights name, None where they name
-    none."""
-    for file in PROCESSOR_FILES:
-        with suppress(OSError, ValueError):
-            document = parse_json(read_regular_file(folder / file))
-            if isinstance(document, dict) and isinstance(
-                name := document.get("processor_class"), str
-            ):
-                return name
-    return None
 
 
 def _unknown(name: str, key: KeyPath) -> Diagnostic:
@@ -173,7 +159,10 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
         return
     folder = Path(name)
     if not folder.is_absolute():
-        if not own and not _is_cached(name) and catalog_config(name) is None:
+        from huggingface_hub import constants
+
+        cached = Path(constants.HF_HUB_CACHE, "--".join(("models", *name.split("/"))))
+        if not own and not cached.is_dir() and catalog_config(name) is None:
             yield _unknown(name, key)
         return
     if not folder.is_dir():
@@ -187,7 +176,15 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
             "SW1911", key, f"data.tokenizer: {name!r} holds no tokenizer files", help, ("byte",)
         )
     yield from missing_packages_warning(folder, key)
-    largest = _largest_id(folder / "tokenizer.json")
+    largest: int | None = None
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        document: Any = parse_json(
+            read_regular_file(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
+        )
+        table = document["model"]["vocab"]
+        ids = table.values() if isinstance(table, dict) else [len(table) - 1]
+        added = [token["id"] for token in document.get("added_tokens") or ()]
+        largest = max((*ids, *added), default=None)
     if vocabulary is not None and largest is not None and largest >= vocabulary:
         message = (
             f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at "
@@ -197,21 +194,3 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
             "Text with a larger id is refused: use the model's own tokenizer, or raise vocab_size."
         )
         yield found("SW1912", key, message, help, severity="warning")
-
-
-def _is_cached(name: str) -> bool:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE, "--".join(("models", *name.split("/")))).is_dir()
-
-
-def _largest_id(path: Path) -> int | None:
-    """Return the largest id of a tokenizer.json, None where it cannot be read."""
-    try:
-        document: Any = parse_json(read_regular_file(path, MOST_TOKENIZER_BYTES))
-        table = document["model"]["vocab"]
-        ids = table.values() if isinstance(table, dict) else [len(table) - 1]
-        added = [token["id"] for token in document.get("added_tokens") or ()]
-        return max((*ids, *added), default=None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -218,18 +218,19 @@ class VisionEncoder:
         return self.patches or max(1, pixels // self.patch**2)
 
     def part(self, parameter: str) -> ModelPart:
-        if _lies_under(parameter, self.projector):
+        if lies_under(parameter, self.projector):
             return "projector"
-        return "vision" if _lies_under(parameter, self.tower) else "text"
+        return "vision" if lies_under(parameter, self.tower) else "text"
 
 
-def _lies_under(name: str, paths: tuple[str, ...]) -> bool:
+def lies_under(name: str, paths: tuple[str, ...]) -> bool:
+    """Return whether a module or parameter is one of these paths or inside one."""
     return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One tensor of the Hugging Face state dict, by its own name and unsplit shape."""
+    """Describe one tensor of the Hugging Face state dict by its own name and unsplit shape."""
 
     name: str  # "model.layers.0.self_attn.q_proj.weight"
     shape: tuple[int, ...]

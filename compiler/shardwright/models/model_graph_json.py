@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.models.model_graph import Layer, ModelGraph
+from shardwright.models.model_graph import ModelGraph
 from shardwright.utils.file_io import parse_json
 from shardwright.utils.json_values import read_record
 
@@ -28,7 +28,11 @@ def graph_to_json(graph: ModelGraph) -> str:
     kinds: list[dict[str, Any]] = []
     places: list[tuple[str, int]] = []
     for layer in graph.layers:
-        kind = _kind(layer)
+        kind = dataclasses.asdict(layer)
+        del kind["name"]
+        for parameter in kind["parameters"]:
+            if parameter["name"].startswith(f"{layer.name}."):
+                parameter["name"] = _NAME + parameter["name"].removeprefix(layer.name)
         if kind not in kinds:
             kinds.append(kind)
         places.append((layer.name, kinds.index(kind)))
@@ -44,8 +48,14 @@ def graph_from_json(text: str) -> ModelGraph:
     """Read a graph. Raises ValueError where the text is not one."""
     document: Any = parse_json(text)
     try:
-        kinds = document.pop("layer_kinds")
-        document["layers"] = [_layer(name, kinds[number]) for name, number in document["layers"]]
+        kinds, layers = document.pop("layer_kinds"), []
+        for name, number in document["layers"]:
+            kind = kinds[number]
+            parameters = [
+                {**p, "name": p["name"].replace(_NAME, name, 1)} for p in kind["parameters"]
+            ]
+            layers.append({"name": name, **kind, "parameters": parameters})
+        document["layers"] = layers
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"it lacks {error}") from None
     graph = read_record(ModelGraph, document)
@@ -55,25 +65,3 @@ def graph_from_json(text: str) -> ModelGraph:
 
 def read_graph(folder: Path) -> ModelGraph:
     return graph_from_json((folder / GRAPH_FILE).read_text(encoding="utf-8"))
-
-
-def _kind(layer: Layer) -> dict[str, Any]:
-    """Return the layer without its own name, which becomes `*` in its parameters' names."""
-    kind = dataclasses.asdict(layer)
-    del kind["name"]
-    for parameter in kind["parameters"]:
-        if parameter["name"].startswith(f"{layer.name}."):
-            parameter["name"] = _NAME + parameter["name"].removeprefix(layer.name)
-    return kind
-
-
-def _layer(name: str, kind: dict[str, Any]) -> dict[str, Any]:
-    def named(parameter: dict[str, Any]) -> dict[str, Any]:
-        own: str = parameter["name"]
-        return (
-            {**parameter, "name": name + own.removeprefix(_NAME)}
-            if own.startswith(_NAME)
-            else parameter
-        )
-
-    return {"name": name, **kind, "parameters": [named(p) for p in kind["parameters"]]}

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -32,7 +33,7 @@ from shardwright.models.mixture_of_experts import NoRouterAuxLoss, detect_affini
 from shardwright.models.mixture_of_experts import expert_parallel_blocker as split_experts_blocker
 from shardwright.models.model_files import exception_summary
 from shardwright.models.model_graph import LayerRange, ModelGraph, PipelineSplit, name_pattern
-from shardwright.models.model_skeleton import Batch, patch_forwards
+from shardwright.models.model_skeleton import patch_forwards
 from shardwright.models.packed_attention import packed_attention_arguments, packed_document_masks
 from shardwright.models.tasks.contrastive import probe_contrastive
 from shardwright.models.tasks.task_registry import CAUSAL_LM, Task, task_named
@@ -93,6 +94,10 @@ def packing_blocker(model: PreTrainedModel, cut: PipelineSplit, input_ids: torch
     return f"packed logits of isolated layers differ by {difference:.1e} from the model's"
 
 
+class _TinyCopyFailed(str):
+    """A reason that may hold for the tiny copy only."""
+
+
 IMAGES_NOT_VERIFIED = "its rows hold pictures, which is not proved"
 MAX_PROBE_PARAMETERS = 250_000_000
 """Largest copy with the model's own widths: 1 GB in fp32, and as much again for one isolated
@@ -114,9 +119,13 @@ def probe_config(
     """
     document, pinned = config.to_dict(), None if attention == "auto" else attention
     small = _text(task.small(document))
-    if model is not None and not _keeps_every_kind(
-        model, config.model_type, task.name, small, pinned
-    ):
+    has_every_kind = True
+    if model is not None:
+        with _isolated_rng(), torch.device("meta"), contextlib.suppress(Exception):
+            # The probe reports what the copy raises.
+            shallow = _build(config.model_type, task.name, small, pinned)
+            has_every_kind = has_every_layer_kind(model, shallow)
+    if not has_every_kind:
         small = _text(task.small(document, depth=False))
     structure = _probe(config.model_type, task.name, small, pinned, most_parameters=None)
     if isinstance(structure, _TinyCopyFailed):
@@ -140,17 +149,6 @@ def probe_config(
     return structure
 
 
-def _keeps_every_kind(
-    model: PreTrainedModel, model_type: str, task: TaskName, text: str, attention: str | None
-) -> bool:
-    with _isolated_rng(), torch.device("meta"):
-        try:
-            copy = _build(model_type, task, text, attention)
-        except Exception:  # the probe reports it
-            return True
-    return has_every_layer_kind(model, copy)
-
-
 def _text(document: dict[str, object]) -> str:
     return json.dumps(document, sort_keys=True, default=str)
 
@@ -163,10 +161,6 @@ def unsplittable_error(config: PretrainedConfig, why: str, key: KeyPath) -> Refu
         "Use a model of another type.",
         key,
     )
-
-
-class _TinyCopyFailed(str):
-    """A reason that may hold for the tiny copy only."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -193,7 +187,12 @@ def _probe(
             if task_named(task).traits.compares_pairs:
                 return probe_contrastive(model, task_named(task).example(model.config))
             tokens, beside = task_named(task).shown(model)
-            _check_adapter(model, tokens, beside)
+            with torch.no_grad():
+                original = logits_of(model, tokens, beside)
+                if patch_forwards(model) and not torch.equal(
+                    logits_of(model, tokens, beside), original
+                ):
+                    raise NotSplittable("between its layers more happens than its adapter knows")
             probed = probe(model, tokens, beside)
             if beside is None:
                 # A sparse indexer may attend to another document with some texts only.
@@ -213,15 +212,6 @@ def _probe(
             return _TinyCopyFailed(
                 f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})"
             )
-
-
-@torch.no_grad()
-def _check_adapter(model: PreTrainedModel, tokens: torch.Tensor, beside: Batch | None) -> None:
-    """Apply the type's adapter. Raises NotSplittable where the model computes other bits with
-    it."""
-    original = logits_of(model, tokens, beside)
-    if patch_forwards(model) and not torch.equal(logits_of(model, tokens, beside), original):
-        raise NotSplittable("between its layers more happens than its adapter knows")
 
 
 def _why_not_packed(model: PreTrainedModel, cut: PipelineSplit, tokens: torch.Tensor) -> str:
@@ -256,61 +246,54 @@ def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
     return graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention
 
 
+@functools.lru_cache(maxsize=256)
+def _of_narrow_copy(
+    model_type: str, text: str, attention: str, test: Callable[..., Any], *more: Hashable
+) -> Any:
+    """Return test(model, tokens, *more) of a copy, or what its code raises as _TinyCopyFailed."""
+    with _isolated_rng():
+        try:
+            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
+            return test(model, CAUSAL_LM.example(model.config), *more)
+        except Exception as error:  # a type's code may raise anything on a part of its inputs
+            return _TinyCopyFailed(exception_summary(error, 120))
+
+
 def context_parallel_blocker(graph: ModelGraph) -> str:
     """Return why this model's sequences cannot be split over context ranks, "" where they can."""
     if not graph.task_traits.tiny_copy:
         return IMAGES_NOT_VERIFIED
-    return _why_no_context(*_narrow(graph))
-
-
-@functools.lru_cache(maxsize=256)
-def _why_no_context(model_type: str, text: str, attention: str) -> str:
-    with _isolated_rng():
-        try:
-            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return context_split_blocker(model, CAUSAL_LM.example(model.config))
-        except Exception as error:  # a type's code may raise anything on part of a sequence
-            return f"a tiny copy does not run on a piece of a row ({exception_summary(error, 120)})"
+    why: str = _of_narrow_copy(*_narrow(graph), context_split_blocker)
+    return (
+        f"a tiny copy does not run on a piece of a row ({why})"
+        if isinstance(why, _TinyCopyFailed)
+        else why
+    )
 
 
 def expert_parallel_blocker(graph: ModelGraph) -> str:
     """Return why this model's experts cannot be split over expert ranks, "" where they can."""
     if not graph.task_traits.tiny_copy:
         return IMAGES_NOT_VERIFIED
-    planned = sorted({name_pattern(path) for path in expert_modules(graph)})
+    planned = frozenset(name_pattern(path) for path in expert_modules(graph))
     if not planned:
         return "no parameter of it is a stack of experts"
-    return _why_no_experts(*_narrow(graph), tuple(planned))
-
-
-@functools.lru_cache(maxsize=256)
-def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[str, ...]) -> str:
-    with _isolated_rng():
-        try:
-            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return split_experts_blocker(model, CAUSAL_LM.example(model.config), frozenset(planned))
-        except Exception as error:  # a type's code may raise anything with some of its experts
-            return (
-                "a tiny copy does not run with some of its experts "
-                f"({exception_summary(error, 120)})"
-            )
+    why: str = _of_narrow_copy(*_narrow(graph), split_experts_blocker, planned)
+    return (
+        f"a tiny copy does not run with some of its experts ({why})"
+        if isinstance(why, _TinyCopyFailed)
+        else why
+    )
 
 
 def router_affinity(graph: ModelGraph) -> str | NoRouterAuxLoss:
     """Return a key of mixture_of_experts.AFFINITIES, or why the routers get no auxiliary loss."""
     if not graph.task_traits.tiny_copy:
         return NoRouterAuxLoss(IMAGES_NOT_VERIFIED)
-    return _router_affinity(*_narrow(graph))
-
-
-@functools.lru_cache(maxsize=256)
-def _router_affinity(model_type: str, text: str, attention: str) -> str | NoRouterAuxLoss:
-    with _isolated_rng():
-        try:
-            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return detect_affinity(model, CAUSAL_LM.example(model.config))
-        except Exception as error:  # a type's code may raise anything at this size
-            return NoRouterAuxLoss(f"a tiny copy does not run ({exception_summary(error, 120)})")
+    found: str | NoRouterAuxLoss = _of_narrow_copy(*_narrow(graph), detect_affinity)
+    if isinstance(found, _TinyCopyFailed):
+        return NoRouterAuxLoss(f"a tiny copy does not run ({found})")
+    return found
 
 
 def check_lora_adapters(graph: ModelGraph, lora: LoraSection) -> None:
@@ -379,10 +362,8 @@ def _inseparable_layers(
                 model, find_layer_split(model, tokens, beside), tokens, beside
             )
         except Exception as error:
-            return (
-                "its layers share state, and a narrow copy does not run at its depth "
-                f"({type(error).__name__})"
-            )
+            why = "its layers share state, and a narrow copy does not run at its depth"
+            return f"{why} ({type(error).__name__})"
 
 
 def _build(model_type: str, task: TaskName, text: str, attention: str | None) -> PreTrainedModel:

@@ -214,7 +214,7 @@ class Skeleton:
 
     def decode(self, index: int, state: State) -> State:
         """Run decoder layer `index` with the arguments that Hugging Face would hand it."""
-        contexts, slots = self._context(state.hidden, state.position_ids, state.batch)
+        contexts, slots = self.context(state.hidden, state.position_ids, state.batch)
         if index not in contexts:
             return state
         values: dict[str, Any] = {self._hidden_path: state.hidden}
@@ -311,7 +311,7 @@ class Skeleton:
 
         stack.enter_context(replace_forward(table, shape_only))
 
-    def _context(
+    def context(
         self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None
     ) -> Context:
         """Capture or reuse the context, which depends only on shape, positions, batch and mode.
@@ -325,7 +325,7 @@ class Skeleton:
             self.model.training,
         )
         for known, positions, shown, context in self._contexts:
-            if known == key and _equal(positions, position_ids) and _equal_batches(shown, batch):
+            if known == key and _equal(positions, position_ids) and _equal(shown, batch):
                 return context
         with ExitStack() as stack, torch.no_grad():
             # A resumed run captures again: neither run may draw from the random stream.
@@ -365,7 +365,24 @@ class Skeleton:
             for index, layer in enumerate(self.layers):
                 stack.enter_context(replace_forward(layer, partial(record, index)))
             self._run(input_ids, position_ids, beside)
-        return calls, _slots(calls, markers, self.cut, self._hidden_path)
+        # One slot per tensor, however many layers take it; only the model's code decides them.
+        uses: dict[int, list[tuple[int, str]]] = {}
+        for layer_index, call in calls.items():
+            for path, value in leaves(call):
+                if path != self._hidden_path and (
+                    id(value) in markers or (path in self.cut.payload and torch.is_tensor(value))
+                ):
+                    uses.setdefault(id(value), []).append((layer_index, path))
+        slots = (Slot(source=markers.get(id_), uses=tuple(own)) for id_, own in uses.items())
+        return calls, tuple(slots)
+
+
+def parameter_aliases(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
 
 
 def without_images(inputs: Batch) -> dict[str, torch.Tensor]:
@@ -373,32 +390,12 @@ def without_images(inputs: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if not value.is_floating_point()}
 
 
-def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-
-def _equal_batches(a: Batch | None, b: Batch | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
-
-
-def _slots(
-    calls: dict[int, Arguments],
-    markers: dict[int, tuple[int, int]],
-    cut: PipelineSplit,
-    hidden_path: str,
-) -> tuple[Slot, ...]:
-    """Return one slot per tensor, however many layers take it; only the model's code decides
-    them."""
-    uses: dict[int, list[tuple[int, str]]] = {}
-    for layer, call in calls.items():
-        for path, value in leaves(call):
-            if path != hidden_path and (
-                id(value) in markers or (path in cut.payload and torch.is_tensor(value))
-            ):
-                uses.setdefault(id(value), []).append((layer, path))
-    return tuple(Slot(source=markers.get(at), uses=tuple(where)) for at, where in uses.items())
+def _equal(a: torch.Tensor | Batch | None, b: torch.Tensor | Batch | None) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
+    return a is b
 
 
 # The output head (final norm, head, scaling, soft caps) applied to some tokens at a time.

@@ -17,10 +17,16 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, refusal
-from shardwright.models.model_files import TOKENIZER_PATTERNS, WeightsLocation
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found, refusal
+from shardwright.models.model_files import (
+    INDEX,
+    SINGLE,
+    TOKENIZER_PATTERNS,
+    WeightsLocation,
+    weight_file_names,
+)
 from shardwright.recipe.recipe_types import ModelSection
 from shardwright.utils.file_io import parse_json, read_regular_file, read_regular_text_file
 from shardwright.utils.json_values import JsonObject
@@ -73,12 +79,12 @@ def match_catalog_id(text: str) -> str | None:
 def nearest_ids(text: str) -> tuple[str, ...]:
     """Return up to three ids that look like `text`, from any publisher, nearest first."""
     short = {model_id.lower(): model_id for model_id in catalog_ids()}
-    found = difflib.get_close_matches(text.lower(), short, n=3, cutoff=0.6)
+    by_id = difflib.get_close_matches(text.lower(), short, n=3, cutoff=0.6)
     tails: dict[str, str] = {}
     for model_id in catalog_ids():
         tails.setdefault(model_id.rpartition("/")[2].lower(), model_id)
-    found_tails = difflib.get_close_matches(text.rpartition("/")[2].lower(), tails, n=3, cutoff=0.6)
-    return tuple(dict.fromkeys([*(short[f] for f in found), *(tails[t] for t in found_tails)]))[:3]
+    by_name = difflib.get_close_matches(text.rpartition("/")[2].lower(), tails, n=3, cutoff=0.6)
+    return tuple(dict.fromkeys([*(short[f] for f in by_id), *(tails[t] for t in by_name)]))[:3]
 
 
 @functools.cache
@@ -136,11 +142,11 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = hub.try_to_load_from_cache(model_id, CONFIG_NAME, revision=revision)
+        cached = hub.try_to_load_from_cache(model_id, CONFIG_NAME, revision=revision)
     except HFValidationError:
         raise Refusal(invalid_model_id(model_id)) from None
-    if isinstance(found, str):  # in case the cache's layout changes
-        return read_config_file(Path(found))
+    if isinstance(cached, str):  # in case the cache's layout changes
+        return read_config_file(Path(cached))
     if hub.is_offline_mode():
         raise Refusal(_hub_unreachable(model_id, "HF_HUB_OFFLINE is set", revision))
     try:
@@ -186,18 +192,17 @@ def cached_config(model_id: str, revision: str) -> Path | None:
 def local_processor(section: ModelSection) -> tuple[Path, str] | None:
     """Return the folder of the model's processor and its settings as text, where it is on this
     machine."""
-    source = section.source or ""
-    cached = None if Path(source).is_absolute() else cached_config(source, section.revision)
-    folder = (
-        Path(source) if Path(source).is_absolute() else None if cached is None else cached.parent
-    )
-    if folder is None:
-        return None
-    found = []
+    folder = Path(section.source or "")
+    if not folder.is_absolute():
+        cached = cached_config(section.source or "", section.revision)
+        if cached is None:
+            return None
+        folder = cached.parent
+    texts = []
     for name in PROCESSOR_FILES:
         with suppress(OSError, ValueError):
-            found.append(read_regular_text_file(folder / name))
-    return (folder, "\n".join(found)) if found else None
+            texts.append(read_regular_text_file(folder / name))
+    return (folder, "\n".join(texts)) if texts else None
 
 
 def read_config_file(path: Path) -> JsonObject:
@@ -221,8 +226,9 @@ def hub_error(error: Exception, model_id: str, revision: str) -> Diagnostic:
 
     page = f"https://huggingface.co/{model_id}"
     if isinstance(error, errors.GatedRepoError):
-        return _error(
+        return found(
             "SW2012",
+            _SOURCE_KEY,
             f"{model_id!r} is gated, and this machine has no access",
             f"Accept its terms at {page}, then run `hf auth login` (or set HF_TOKEN) and try "
             "again; or give a local folder as model.source, or the configuration under "
@@ -230,32 +236,30 @@ def hub_error(error: Exception, model_id: str, revision: str) -> Diagnostic:
         )
     if isinstance(error, errors.RepositoryNotFoundError | errors.DisabledRepoError):
         disabled = isinstance(error, errors.DisabledRepoError)
-        return _error(
+        return found(
             "SW2010",
+            _SOURCE_KEY,
             f"{model_id!r} is disabled on the hub"
             if disabled
             else f"the hub has no model {model_id!r}",
-            (
-                "Check the name. A private model needs `hf auth login` or HF_TOKEN; a local folder "
-                "is written ./folder."
-            ),
+            "Check the name. A private model needs `hf auth login` or HF_TOKEN; a local folder "
+            "is written ./folder.",
             nearest_ids(model_id),
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return _error(
+        return found(
             "SW2011",
+            ("model", "revision"),
             f"{model_id!r} has no revision {revision!r}",
             f"Give a branch, tag or commit of {page}, or leave model.revision out.",
-            key=("model", "revision"),
         )
     if isinstance(error, errors.RemoteEntryNotFoundError):
-        return _error(
+        return found(
             "SW2013",
+            _SOURCE_KEY,
             f"{model_id!r} has no config.json, so it is not a transformers model",
-            (
-                "Name the repository with the transformers weights (not the original, GGUF or "
-                "adapter files)."
-            ),
+            "Name the repository with the transformers weights (not the original, GGUF or "
+            "adapter files).",
             nearest_ids(model_id),
         )
     cause = " ".join(str(error).split())[:200]
@@ -273,12 +277,11 @@ def hub_error(error: Exception, model_id: str, revision: str) -> Diagnostic:
 def _hub_unreachable(model_id: str, cause: str, revision: str) -> Diagnostic:
     near = () if catalog_config(model_id) is not None else nearest_ids(model_id)
     what = f"{model_id!r}" if revision == _MAIN else f"{model_id!r} at revision {revision!r}"
-    return _error(
+    return found(
         "SW2001",
-        (
-            f"{what} is neither on this machine nor among the configurations that come with "
-            f"shardwright, and {cause}"
-        ),
+        _SOURCE_KEY,
+        f"{what} is neither on this machine nor among the configurations that come with "
+        f"shardwright, and {cause}",
         f"Where there is a network, run `hf download {model_id}{pinned(revision)} config.json`; or "
         "give a local folder as model.source, or the configuration under model.config. "
         f"{_did_you_mean(near)}".rstrip(),
@@ -294,8 +297,9 @@ def pinned(revision: str) -> str:
 def invalid_model_id(model_id: str) -> Diagnostic:
     """Build SW2015."""
     near = nearest_ids(model_id)
-    return _error(
+    return found(
         "SW2015",
+        _SOURCE_KEY,
         f"{model_id!r} is neither a folder on this machine nor a name that the hub could have",
         f"A hub id is written org/name, a local folder ./folder. {_did_you_mean(near)}".rstrip(),
         near,
@@ -306,17 +310,10 @@ def _did_you_mean(near: tuple[str, ...]) -> str:
     return f"Configurations that come with shardwright: {', '.join(near)}." if near else ""
 
 
-def _error(
-    code: str, message: str, help: str, valid: tuple[str, ...] = (), key: KeyPath = _SOURCE_KEY
-) -> Diagnostic:
-    return Diagnostic(code=code, message=message, help=help, key=key, valid=valid)
-
-
 # Weights, tokenizers and code of a hub id: a complete cached snapshot is used as it is, else the
 # missing files are downloaded. Python files only where the recipe trusts them; never pickles.
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS_KEY: KeyPath = ("model", "weights")
 
 
@@ -337,24 +334,21 @@ def locate_weights(section: ModelSection) -> WeightsLocation | None:
     model_id, revision = section.source, section.revision
     folder = _cached(model_id, revision)
     code = ["*.py"] if section.trust_remote_code is not None else []
-    problem = "they are not on this machine" if folder is None else _problem(folder, code)
+    problem = "they are not on this machine" if folder is None else weights_problem(folder)
+    if folder is not None and not problem and code and not next(folder.glob("*.py"), None):
+        problem = "its code is not on this machine"
     if problem:
         small = ["config.json", "generation_config.json", INDEX, *TOKENIZER_PATTERNS, *code]
         folder = _download(model_id, revision, small, problem, _WEIGHTS_KEY)
         # Pin the commit: the branch may move between the two downloads.
-        folder = _download(
-            model_id, folder.name, list(_weight_files(folder)), problem, _WEIGHTS_KEY
-        )
+        with suppress(OSError, ValueError):  # weights_problem reports the index
+            names = list(weight_file_names(folder))
+            folder = _download(model_id, folder.name, names, problem, _WEIGHTS_KEY)
         problem = weights_problem(folder)
     assert folder is not None
     if problem:
         raise _files_unreachable(model_id, revision, problem, _WEIGHTS_KEY)
     return WeightsLocation(path=str(folder), revision=folder.name)
-
-
-def _problem(folder: Path, code: list[str]) -> str:
-    missing_code = code and not next(folder.glob("*.py"), None)
-    return weights_problem(folder) or ("its code is not on this machine" if missing_code else "")
 
 
 def tokenizer_folder(name: str, revision: str, key: KeyPath) -> Path:
@@ -395,36 +389,24 @@ def weights_problem(folder: Path) -> str:
         pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         return f"it has {pickles[0]}, and no {SINGLE}" if pickles else f"it has no {SINGLE}"
     try:
-        names = _weight_files(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = weight_file_names(folder)
+    except (OSError, ValueError):
         return f"{INDEX} cannot be read"
     missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         return f"{missing[0][:200]} is missing" + (
             f", with {len(missing) - 1} more" if len(missing) > 1 else ""
         )
-    truncated = [name for name in names if not _is_complete(folder / name)]
-    return f"{truncated[0]} is not a complete safetensors file" if truncated else ""
-
-
-def _weight_files(folder: Path) -> tuple[str, ...]:
-    """Return the files that from_pretrained reads: the single file, else those of the index."""
-    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
-        return (SINGLE,)
-    index: Any = parse_json(read_regular_file(folder / INDEX))
-    return tuple(sorted({str(name) for name in index["weight_map"].values()}))
-
-
-def _is_complete(path: Path) -> bool:
-    """Return whether the file is as long as its header says: a download that broke off is
-    shorter."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="np"):
-            return True
-    except (OSError, SafetensorError):
-        return False
+    for name in names:
+        # A file is as long as its header says: a download that broke off is shorter.
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass
+        except (OSError, SafetensorError):
+            return f"{name} is not a complete safetensors file"
+    return ""
 
 
 def _cached(model_id: str, revision: str) -> Path | None:
@@ -460,17 +442,11 @@ def _download(
     except Exception as error:  # from the HTTP library, the disk or the hub
         why = hub_error(error, model_id, revision)
         if why.code == "SW2001":
-            raise _files_unreachable(
-                model_id, revision, f"{problem}, and {_cause(error)}", key
-            ) from None
+            cause = f"the hub cannot be reached ({type(error).__name__})"
+            if isinstance(error, OSError) and error.errno is not None:
+                cause = f"storing them failed: {' '.join(str(error).split())[:120]}"
+            raise _files_unreachable(model_id, revision, f"{problem}, and {cause}", key) from None
         raise Refusal(why) from None
-
-
-def _cause(error: Exception) -> str:
-    first = " ".join(str(error).split())[:120]
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"storing them failed: {first}"
-    return f"the hub cannot be reached ({type(error).__name__})"
 
 
 def _files_unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Refusal:

@@ -106,14 +106,10 @@ def support(task: TaskName = "causal-lm") -> Support:
 
 
 @functools.cache
-def _chunked_types() -> frozenset[str]:
-    return frozenset(json.loads(_text("chunked_loss_types.json")))
-
-
 def supports_chunked_loss(model_type: str) -> bool:
     """Return whether the type's head can run chunk by chunk (verified by
     tests/zoo/test_chunked.py)."""
-    return model_type in _chunked_types()
+    return model_type in json.loads(_text("chunked_loss_types.json"))
 
 
 @functools.cache
@@ -214,37 +210,34 @@ def unknown_type_error(model_type: object, known: Iterable[str], key: KeyPath | 
     return found("SW2003", key, message, help, nearest_types(str(model_type), known) or POPULAR)
 
 
-def not_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
-    """Build SW2004: transformers has the type, but no causal language model of it."""
-    message = f"transformers has no causal language model for model_type {model_type!r}"
-    help = (
-        "Use a type that AutoModelForCausalLM or AutoModelForImageTextToText (vision-language) "
-        "knows, or clip or siglip for contrastive training."
-    )
-    return found("SW2004", key, message, help, nearest_types(model_type, known, cutoff=0.75))
+def untrained_task_error(
+    task: TaskName, model_type: str, known: Iterable[str], key: KeyPath | None
+) -> Diagnostic:
+    """Build SW2004, SW2019 or SW2021: transformers has the type, but no model of it for the task.
 
-
-def not_vision_language(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
-    """Build SW2019: transformers has the type, but no vision-language model of it."""
-    message = f"model_type {model_type!r} takes no images in transformers"
-    help = (
-        "`task: image-text-to-text` trains what AutoModelForImageTextToText knows; leave `task` "
-        "out for text alone."
-    )
-    return found("SW2019", key, message, help, nearest_types(model_type, known, cutoff=0.75))
-
-
-def not_contrastive(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
-    """Build SW2021.
-
-    known: the types that train on pairs.
+    known: the types that the task trains.
     """
-    message = f"model_type {model_type!r} cannot be trained on pairs of an image and a caption"
-    help = (
-        f"`task: contrastive` trains {' and '.join(known)}; leave `task` out for what the type "
-        "itself is trained for."
-    )
-    return found("SW2021", key, message, help, nearest_types(model_type, known, cutoff=0.75))
+    code, message, help = {
+        "causal-lm": (
+            "SW2004",
+            f"transformers has no causal language model for model_type {model_type!r}",
+            "Use a type that AutoModelForCausalLM or AutoModelForImageTextToText "
+            "(vision-language) knows, or clip or siglip for contrastive training.",
+        ),
+        "image-text-to-text": (
+            "SW2019",
+            f"model_type {model_type!r} takes no images in transformers",
+            "`task: image-text-to-text` trains what AutoModelForImageTextToText knows; leave "
+            "`task` out for text alone.",
+        ),
+        "contrastive": (
+            "SW2021",
+            f"model_type {model_type!r} cannot be trained on pairs of an image and a caption",
+            f"`task: contrastive` trains {' and '.join(known)}; leave `task` out for what the "
+            "type itself is trained for.",
+        ),
+    }[task]
+    return found(code, key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
 
 def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool) -> Diagnostic:

@@ -45,22 +45,19 @@ def packed_document_masks(model: nn.Module, positions: torch.Tensor | None) -> I
     changes nothing."""
     with ExitStack() as stack:
         if positions is not None:
-            for module, name in _makers_of(model):
+            if model not in _modules:
+                names = dict.fromkeys(type(each).__module__ for each in model.modules())
+                modules = [sys.modules[name] for name in names if name in sys.modules]
+                _modules[model] = [
+                    (module, name)
+                    for module in modules
+                    for name in _MAKERS
+                    if hasattr(module, name)
+                ]
+            for module, name in _modules[model]:
                 maker = partial(_make, getattr(module, name), positions)
                 stack.enter_context(patch.object(module, name, maker))
         yield
-
-
-def _makers_of(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """Return (Python module, name) of each mask function that the modules of the model's classes
-    import."""
-    if model not in _modules:
-        names = dict.fromkeys(type(each).__module__ for each in model.modules())
-        modules = [sys.modules[name] for name in names if name in sys.modules]
-        _modules[model] = [
-            (module, name) for module in modules for name in _MAKERS if hasattr(module, name)
-        ]
-    return _modules[model]
 
 
 def _make(maker: Callable[..., Any], positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -67,10 +67,15 @@ def register(folder: Path, code: RemoteCode) -> None:
     """Import and register the two classes. Raises ValueError for changed files, and anything the
     files raise."""
     package = f"shardwright_own_code_{code.fingerprint[:16]}"
-    sources = {
-        f"{package}.{_module_name(name)}": _verified(folder / name, sha256)
-        for name, sha256 in code.files
-    }
+    sources: dict[str, bytes] = {}
+    for file, sha256 in code.files:
+        name, _, suffix = file.partition(".")
+        if not name.isidentifier() or suffix != "py":
+            raise ValueError(f"{file!r} is not a Python file beside config.json")
+        content = (folder / file).read_bytes()
+        if _sha256(content) != sha256:
+            raise ValueError(f"{file} is not the file that was compiled")
+        sources[f"{package}.{name}"] = content
     if package not in sys.modules:
         specification = ModuleSpec(package, None, is_package=True)
         specification.submodule_search_locations = []  # nothing is looked for on the disk
@@ -109,20 +114,6 @@ class _Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
     def _path(self, fullname: str) -> str:
         return str(self.folder / f"{fullname.rpartition('.')[2]}.py")
-
-
-def _module_name(file: str) -> str:
-    name, _, suffix = file.partition(".")
-    if not name.isidentifier() or suffix != "py":
-        raise ValueError(f"{file!r} is not a Python file beside config.json")
-    return name
-
-
-def _verified(path: Path, sha256: str) -> bytes:
-    content = path.read_bytes()
-    if _sha256(content) != sha256:
-        raise ValueError(f"{path.name} is not the file that was compiled")
-    return content
 
 
 def _class(package: str, reference: str, base: type) -> Any:

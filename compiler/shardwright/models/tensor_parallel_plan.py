@@ -227,24 +227,18 @@ def _planned(model: PreTrainedModel, model_type: str, stack: str) -> dict[str, s
     }
     inside = name_pattern(stack + ".0") + "."
     known = {name_pattern(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
-    styles = {
-        path: style
-        for path, style in plan.items()
-        if path.startswith(inside) and path in known and style in SUPPORTED_STYLES
-    }
-    return {path: _multi_query(model, path, style) for path, style in styles.items()}
-
-
-def _multi_query(model: PreTrainedModel, path: str, style: str) -> str:
-    """Return MULTI_QUERY for fused query heads with a single key/value head, which must not be
-    split."""
-    if style != GROUPED_QKV:
-        return style
-    attention = next(
-        m for name, m in model.named_modules() if name_pattern(name) == path.rpartition(".")[0]
-    )
-    heads, key_value_heads = head_counts(attention, model.config.get_text_config())
-    return MULTI_QUERY if key_value_heads == 1 < heads else style
+    styles: dict[str, str] = {}
+    for path, style in plan.items():
+        if not path.startswith(inside) or path not in known or style not in SUPPORTED_STYLES:
+            continue
+        if style == GROUPED_QKV:
+            module = path.rpartition(".")[0]
+            attention = next(m for n, m in model.named_modules() if name_pattern(n) == module)
+            heads, key_value_heads = head_counts(attention, model.config.get_text_config())
+            if key_value_heads == 1 < heads:  # a single key/value head must not be split
+                style = MULTI_QUERY
+        styles[path] = style
+    return styles
 
 
 def _gathered(model: PreTrainedModel, stack: str, styles: Mapping[str, str]) -> dict[str, str]:
@@ -296,7 +290,9 @@ def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str
         whole_linear = name_pattern(module) in styles
         cut = module if whole_linear else name
         style = styles.get(name_pattern(cut))
-        parent = next((p for p in _parents(cut) if name_pattern(p) in rows), "")
+        parent = cut.rpartition(".")[0]
+        while parent and name_pattern(parent) not in rows:
+            parent = parent.rpartition(".")[0]
         attention = modules[parent]
         latent = hasattr(attention, "kv_lora_rank")  # every head has its own key and value
         if (
@@ -318,11 +314,6 @@ def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str
     return tuple(units)
 
 
-def _parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
-
-
 def _is_unverified(
     model: PreTrainedModel, model_type: str, stack: str, styles: Mapping[str, str]
 ) -> bool:
@@ -334,14 +325,12 @@ def _is_unverified(
     known = unsplit_parameters().get(model_type)
     inside = name_pattern(stack + ".0") + "."
     names = {name_pattern(name) for name, _ in model.named_parameters()}
+    unsharded = (None, "local_params", "local_heads")  # styles that leave a module's parameters
     whole = {
-        n.removeprefix(inside) for n in names if n.startswith(inside) and not _named(styles, n)
+        name.removeprefix(inside)
+        for name in names
+        if name.startswith(inside)
+        and name not in styles
+        and styles.get(name.rpartition(".")[0]) in unsharded
     }
     return known is not None and not whole <= set(known)
-
-
-def _named(styles: Mapping[str, str], name: str) -> bool:
-    return name in styles or styles.get(name.rpartition(".")[0], "local_params") not in (
-        "local_params",
-        "local_heads",
-    )

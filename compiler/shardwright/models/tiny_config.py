@@ -58,9 +58,18 @@ def representative_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of the original layers in the copy, repeated where there are fewer kinds
     than LAYERS."""
     layers = next((document[n] for n in DEPTHS if isinstance(document.get(n), int)), 0)
-    kinds = list({_kind(document, i, layers): i for i in reversed(range(layers))}.values())[::-1][
-        :MOST_KINDS
-    ] or [0]
+    first_of_kind: dict[str, int] = {}
+    for layer in range(layers):
+        values: list[Any] = []
+        for name, value in document.items():
+            if _is_list_of_layers(name, value, layers):
+                values.append(value[layer])
+            elif _is_list_of_numbers(name, value, layers):
+                values.append(layer in value)
+            elif name == _PER_LAYER and isinstance(value, dict):
+                values.append([sizes for number, sizes in value.items() if int(number) == layer])
+        first_of_kind.setdefault(repr(values), layer)
+    kinds = list(first_of_kind.values())[:MOST_KINDS] or [0]
     periods = [
         document[n] + 1
         for n in _PERIODS
@@ -119,18 +128,6 @@ def _kinds_by_list(model: nn.Module) -> dict[str, frozenset[object]]:
         )
         for path, layers in outermost.items()
     }
-
-
-def _kind(document: Mapping[str, Any], layer: int, layers: int) -> str:
-    values: list[Any] = []
-    for name, value in document.items():
-        if _is_list_of_layers(name, value, layers):
-            values.append(value[layer])
-        elif _is_list_of_numbers(name, value, layers):
-            values.append(layer in value)
-        elif name == _PER_LAYER and isinstance(value, dict):
-            values.append([sizes for number, sizes in value.items() if int(number) == layer])
-    return repr(values)
 
 
 def _is_list_of_layers(name: str, value: Any, layers: int) -> bool:
@@ -413,7 +410,11 @@ def _fit_ropes(document: Mapping[str, Any], out: dict[str, Any]) -> None:
         out.get("qk_rope_head_dim") if "kv_lora_rank" in document else None
     )
     for name in ("rope_parameters", "rope_scaling"):
-        for table in _tables(out.get(name)):
+        value = out.get(name)
+        tables = [value] if isinstance(value, dict) else []
+        if nested := [t for table in tables for t in table.values() if isinstance(t, dict)]:
+            tables = nested  # one for each kind of layer
+        for table in tables:
             share = table.get("partial_rotary_factor", out.get("partial_rotary_factor")) or 1.0
             pairs = int((head or width // heads) * share) // 2
             for factors in _FACTORS:
@@ -424,13 +425,6 @@ def _fit_ropes(document: Mapping[str, Any], out: dict[str, Any]) -> None:
                 out["max_position_embeddings"] = min(
                     out["max_position_embeddings"], _AT_MOST[_SWITCH]
                 )
-
-
-def _tables(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield one rotary table, or one for each kind of layer."""
-    if isinstance(value, dict):
-        nested = [table for table in value.values() if isinstance(table, dict)]
-        yield from nested or [value]
 
 
 # Shrinking a vision encoder: small images of few patches, and widths that fit the decoder's. It
@@ -501,12 +495,8 @@ def equalize_encoder_widths(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _encoder_sizes(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys about the vision encoder that stand beside its own configuration."""
-    names = [
-        name
-        for name, value in document.items()
-        if isinstance(value, dict) and "patch_size" in value
-    ]
-    name = next(iter(names), None)
+    parts = (name for name, v in document.items() if isinstance(v, dict) and "patch_size" in v)
+    name = next(parts, None)
     if name is None:
         return {}
     encoder, real_encoder, out = document[name], real[name], {}
@@ -533,16 +523,12 @@ def _sections(text: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any
             and isinstance(small, dict)
             and isinstance(table.get("mrope_section"), list)
         ):
-            sizes, half = table["mrope_section"], _head(text) // 2
+            head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+            rotated = (text.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0
+            sizes, half = table["mrope_section"], int(head * rotated) // 2
             parts = [max(1, half * size // sum(sizes)) for size in sizes[:-1]]
             return {name: {**small, "mrope_section": [*parts, half - sum(parts)]}}
     return {}
-
-
-def _head(text: Mapping[str, Any]) -> int:
-    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    rotated = (text.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0
-    return int(size * rotated)
 
 
 def _shrink_encoder(

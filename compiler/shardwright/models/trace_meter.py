@@ -26,6 +26,10 @@ class ShardedBytes:
     whole: int
     divided: int
 
+    @property
+    def total(self) -> int:
+        return self.whole + self.divided
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceTrace:
@@ -165,19 +169,6 @@ def _grouped_flops(
     return 2 * rows * inner * b[-1] * (a[0] if len(a) == 3 else 1)
 
 
-def _flop_counter() -> FlopCounterMode:
-    import transformers.integrations.moe  # noqa: F401  registers its operators
-
-    formulas = {
-        torch.ops.aten._grouped_mm: _grouped_flops,
-        torch.ops.transformers.grouped_mm_fallback: _grouped_flops,
-        torch.ops.transformers.grouped_mm_fallback_backward: lambda a, b, *_, **__: (
-            2 * _grouped_flops(a, b)
-        ),
-    }
-    return FlopCounterMode(display=False, custom_mapping=formulas)
-
-
 class _Recorder:
     """Record which storages autograd saves, and where; `keep` is the pack hook."""
 
@@ -243,7 +234,20 @@ def measure_piece(
     recorder = _Recorder({t.untyped_storage()._cdata for t in known}, width, starts_after is None)
     counted = {"before": 0, "attention": 0, "entered": 0}
     with ExitStack() as stack:
-        counter = stack.enter_context(_flop_counter()) if count_flops else None
+        counter = None
+        if count_flops:
+            import transformers.integrations.moe  # noqa: F401  registers its operators
+
+            operators = torch.ops.transformers
+            formulas = {
+                torch.ops.aten._grouped_mm: _grouped_flops,
+                operators.grouped_mm_fallback: _grouped_flops,
+                operators.grouped_mm_fallback_backward: lambda a, b, *_, **__: (
+                    2 * _grouped_flops(a, b)
+                ),
+            }
+            counter = FlopCounterMode(display=False, custom_mapping=formulas)
+            stack.enter_context(counter)
 
         def total() -> int:
             return 0 if counter is None else counter.get_total_flops()

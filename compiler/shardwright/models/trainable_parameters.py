@@ -29,7 +29,9 @@ def parameters_matching(graph: ModelGraph, entry: str) -> frozenset[str]:
     """
     names = dict.fromkeys(p.name for layer in graph.layers for p in layer.parameters)
     if entry in MODEL_PARTS:
-        return frozenset(n for n in names if model_part_of(graph, n) == entry)
+        if graph.vision is None:
+            return frozenset(names if entry == "text" else ())
+        return frozenset(n for n in names if graph.vision.part(n) == entry)
     return frozenset(n for n in names if fnmatchcase(n, entry) or fnmatchcase(n, f"{entry}.*"))
 
 
@@ -48,10 +50,6 @@ def frozen_parameter_patterns(graph: ModelGraph, freeze: tuple[str, ...]) -> tup
             n if name_pattern(n) in left else name_pattern(n) for n in every if n in names
         )
     )
-
-
-def model_part_of(graph: ModelGraph, name: str) -> str:
-    return "text" if graph.vision is None else graph.vision.part(name)
 
 
 def is_decoder_frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -35,12 +36,14 @@ from shardwright.models.model_graph import (
     SavedVisionActivations,
     VisionEncoder,
     VisionLayer,
+    lies_under,
 )
 from shardwright.models.model_skeleton import Arguments, Batch, replace_forward
 from shardwright.models.tasks.vision_language import (
     MakeImages,
     UnsupportedImages,
     VisionEncoderShape,
+    feature_count,
     forward_input_names,
     image_features,
     patches,
@@ -64,7 +67,8 @@ def trace_vision_encoder(model: PreTrainedModel, cut: PipelineSplit) -> VisionEn
     whys = []
     try:
         encoder = vision_encoder_shape(model.config)
-        with _quiet():
+        # torch also logs what a fake tensor refuses before it raises.
+        with patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True):
             for make in shapes(set(forward_input_names(model))):
                 try:
                     return _trace(model, cut, encoder, make)
@@ -72,23 +76,14 @@ def trace_vision_encoder(model: PreTrainedModel, cut: PipelineSplit) -> VisionEn
                     whys.append(error_reason(error))
     except UnsupportedImages as why:
         whys.append(str(why))
-    return _untraced(whys[0])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch, which logs what a fake tensor refuses before it raises."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-def _untraced(why: str) -> VisionEncoder:
     return VisionEncoder(
-        patch=1, patches=0, patches_per_token=1.0, layers=(), tower=(), projector=(), untraced=why
+        patch=1,
+        patches=0,
+        patches_per_token=1.0,
+        layers=(),
+        tower=(),
+        projector=(),
+        untraced=whys[0],
     )
 
 
@@ -98,37 +93,42 @@ def _trace(
     model.train()
     stub_parameters(model, torch.float32)
     runs: dict[int, list[_EncoderRun]] = {}
+    large = dataclasses.replace(encoder, times=max(1, SIDE // (2 * encoder.cell)))
     for element_bytes, dtype in TRACED_DTYPES.items():
         stub_parameters(model, dtype)
-        runs[element_bytes] = [
-            _EncoderRun(model, cut, inputs, patches(encoder, inputs), flops=element_bytes == 4)
-            for inputs in _example_images(encoder, make, dtype)
-        ]
+        # Two images where the size is free (one twice as wide), else one of the encoder's size.
+        images = [make(large, [[width]]) for width in (1, 3)]
+        if images[0]["pixel_values"].shape == images[1]["pixel_values"].shape:
+            images = images[:1]
+        runs[element_bytes] = []
+        for image in images:
+            inputs = {n: v.to(dtype) if v.is_floating_point() else v for n, v in image.items()}
+            count = patches(encoder, inputs)
+            run = _EncoderRun(model, cut, inputs, count, flops=element_bytes == 4)
+            runs[element_bytes].append(run)
     first = runs[4]
     tiles = first[0].tiles if len(first) == 1 else 0
     layers = []
     for index, name in enumerate(first[0].names):
-        pieces = [run.pieces[index] for run in first]
         kept = [
             SavedVisionActivations(
                 checkpointing=mode,
                 element_bytes=element_bytes,
-                bytes=_fit([(r.patches, _whole(r.pieces[index], at)) for r in measured], tiles),
+                bytes=_fit(
+                    [(run.patches, run.pieces[index].kept[at].total) for run in measured], tiles
+                ),
             )
             for element_bytes, measured in runs.items()
             for at, mode in enumerate(CHECKPOINTING)
             if mode != "selective"
         ]
-        forward, backward = (
-            _fit([(r.patches, value(p)) for r, p in zip(first, pieces, strict=True)], tiles)
-            for value in (_forward, _backward)
-        )
+        pieces = [(run.patches, run.pieces[index]) for run in first]
         layers.append(
             VisionLayer(
                 name=name,
                 widths=first[0].widths[index],
-                forward=forward,
-                backward=backward,
+                forward=_fit([(n, piece.forward_flops) for n, piece in pieces], tiles),
+                backward=_fit([(n, piece.backward_flops) for n, piece in pieces], tiles),
                 kept=tuple(kept),
             )
         )
@@ -142,18 +142,6 @@ def _trace(
     )
 
 
-def _forward(piece: PieceTrace) -> int:
-    return piece.forward_flops
-
-
-def _backward(piece: PieceTrace) -> int:
-    return piece.backward_flops
-
-
-def _whole(piece: PieceTrace, mode: int) -> int:
-    return piece.kept[mode].whole + piece.kept[mode].divided
-
-
 def _fit(points: list[tuple[int, int]], tiles: int) -> ImageCost:
     """Fit the cost to points (n, value): one image, or two of which one has twice the patches.
 
@@ -164,20 +152,6 @@ def _fit(points: list[tuple[int, int]], tiles: int) -> ImageCost:
     (n, short), (_, long) = points
     per_pair = max(0, round((long - 2 * short) / (2 * n * n)))
     return ImageCost(per_patch=max(0, round((short - per_pair * n * n) / n)), per_pair=per_pair)
-
-
-def _example_images(
-    encoder: VisionEncoderShape, make: MakeImages, dtype: torch.dtype
-) -> list[Batch]:
-    """Return inputs for images: two where the size is free (one twice as wide), else one of the
-    encoder's size."""
-    large = dataclasses.replace(encoder, times=max(1, SIDE // (2 * encoder.cell)))
-    inputs = [make(large, [[width]]) for width in (1, 3)]
-    if inputs[0]["pixel_values"].shape == inputs[1]["pixel_values"].shape:
-        inputs = inputs[:1]
-    return [
-        {n: v.to(dtype) if v.is_floating_point() else v for n, v in each.items()} for each in inputs
-    ]
 
 
 class _NoBlocks(Exception):
@@ -229,9 +203,17 @@ class _EncoderRun:
         # Modules outside the blocks, with the width of their output.
         self._called: list[tuple[str, int]] = []
         with fake_parameters(list(model.modules()), self.fake):
-            calls = self._capture_of_blocks()
+            while True:
+                try:
+                    calls = self._capture()
+                    break
+                except _NoBlocks as other:
+                    self.blocks = {
+                        p: m for p, m in self.blocks.items() if p.rpartition(".")[0] != other.path
+                    }
+                    self._called.clear()
             self.blocks = {path: module for path, module in self.blocks.items() if path in calls}
-            self.tokens = _tokens(self._features())
+            self.tokens = feature_count(self._features())
             self.towers, self.projector = self._parts(cut)
         self.names = (*self.blocks, "")
         known = {
@@ -244,7 +226,14 @@ class _EncoderRun:
             *(known[order[calls[path].index]] for path in self.blocks),
             self._around(calls),
         ]
-        outside = [p for name, p in model.named_parameters() if self._is_around(name)]
+        outside = [
+            p
+            for name, p in model.named_parameters()
+            if (
+                lies_under(name, (*self.towers, *self.projector))
+                and not lies_under(name, tuple(self.blocks))
+            )
+        ]
         self.widths = (
             *(_widest(module.parameters()) for module in self.blocks.values()),
             _widest(outside),
@@ -253,16 +242,6 @@ class _EncoderRun:
     def _features(self) -> Any:
         with torch.no_grad():
             return image_features(self.model)(**self.inputs)
-
-    def _capture_of_blocks(self) -> dict[str, _EncoderBlock]:
-        while True:
-            try:
-                return self._capture()
-            except _NoBlocks as other:
-                self.blocks = {
-                    p: m for p, m in self.blocks.items() if p.rpartition(".")[0] != other.path
-                }
-                self._called.clear()
 
     def _capture(self) -> dict[str, _EncoderBlock]:
         """Record the call of each block, in order; blocks of equal shapes run once."""
@@ -282,27 +261,24 @@ class _EncoderRun:
             except ValueError:
                 raise _NoBlocks(path.rpartition(".")[0]) from None
 
+        def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            if calls:  # not before the first block
+                widths = (t.shape[-1] for t in tensors_in(output) if t.ndim)
+                self._called.append((name, max(widths, default=0)))
+
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 if name not in self.blocks and not any(
                     name.startswith(f"{path}.") for path in self.blocks
                 ):
-                    hook = partial(self._note, name, calls)
-                    stack.callback(module.register_forward_hook(hook).remove)
+                    hook = module.register_forward_hook(partial(note, name))
+                    stack.callback(hook.remove)
             for path, module in self.blocks.items():
                 stack.enter_context(replace_forward(module, partial(run, path, module.forward)))
             self._features()
         if not calls:
             raise ValueError("no list of its modules runs on an image")
         return calls
-
-    def _note(
-        self, name: str, calls: dict[str, _EncoderBlock], module: nn.Module, args: Any, output: Any
-    ) -> None:
-        if calls:
-            self._called.append(
-                (name, max((t.shape[-1] for t in tensors_in(output) if t.ndim), default=0))
-            )
 
     def _block(self, path: str, block: _EncoderBlock) -> PieceTrace:
         """Measure one block alone, in the same shapes."""
@@ -324,7 +300,7 @@ class _EncoderRun:
             known = [
                 *parameters,
                 *shared,
-                *(self.fake.from_tensor(t) for t in shared if not _is_fake(t)),
+                *(self.fake.from_tensor(t) for t in shared if type(t).__name__ != "FakeTensor"),
             ]
             return self._measured(run, fake_hidden, known, fake_hidden.numel(), module)
 
@@ -373,7 +349,13 @@ class _EncoderRun:
         block, with a matrix and the decoder's width.
         """
         stacks = dict.fromkeys(path.rpartition(".")[0] for path in self.blocks)
-        towers = tuple(dict.fromkeys(_distinct_prefix(path, cut.stack) for path in stacks))
+        found: dict[str, None] = {}
+        for path in stacks:  # up to its first difference from the decoder layers' path
+            mine, theirs = path.split("."), cut.stack.split(".")
+            pairs = enumerate(zip(mine, theirs, strict=False))
+            common = next((k for k, (a, b) in pairs if a != b), len(theirs))
+            found[".".join(mine[: common + 1])] = None
+        towers = tuple(found)
         holders = {above for tower in towers for above in _above(tower)}
         inner = {above for path in stacks for above in _above(path)} | set(stacks)
         width = self.model.config.get_text_config().hidden_size
@@ -381,7 +363,13 @@ class _EncoderRun:
             name
             for name, size in self._called
             if name not in inner
-            and (not _lies_under(name, towers) or (size == width and self._has_matrix(name)))
+            and (
+                not lies_under(name, towers)
+                or (
+                    size == width
+                    and any(p.ndim > 1 for p in self.model.get_submodule(name).parameters())
+                )
+            )
         ]
         projector += [
             name for name, _ in self.model.named_parameters() if name.rpartition(".")[0] in holders
@@ -392,14 +380,6 @@ class _EncoderRun:
             if not any(n.startswith(f"{other}.") for other in projector)
         ]
         return towers, tuple(outer)
-
-    def _has_matrix(self, path: str) -> bool:
-        return any(p.ndim > 1 for p in self.model.get_submodule(path).parameters())
-
-    def _is_around(self, name: str) -> bool:
-        return _lies_under(name, (*self.towers, *self.projector)) and not _lies_under(
-            name, tuple(self.blocks)
-        )
 
 
 def _blocks(model: nn.Module, cut: PipelineSplit) -> dict[str, nn.Module]:
@@ -425,23 +405,10 @@ def _blocks(model: nn.Module, cut: PipelineSplit) -> dict[str, nn.Module]:
     }
 
 
-def _distinct_prefix(path: str, other: str) -> str:
-    """Return the longest prefix of `path` up to its first difference from `other`."""
-    mine, theirs = path.split("."), other.split(".")
-    common = next(
-        (k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs)
-    )
-    return ".".join(mine[: common + 1])
-
-
 def _above(path: str) -> list[str]:
     """Return the paths of the enclosing modules, the model's own ("") included."""
     parts = path.split(".")
     return [".".join(parts[:k]) for k in range(len(parts))]
-
-
-def _lies_under(name: str, paths: tuple[str, ...]) -> bool:
-    return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 def _hidden_of(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> torch.Tensor:
@@ -458,18 +425,6 @@ def _passed(output: Any, hidden: torch.Tensor) -> Any:
     """Return `output` with the hidden states in place of its first tensor."""
     first = next(t for t in tensors_in(output) if t.is_floating_point())
     return pytree.tree_map(lambda leaf: hidden if leaf is first else leaf, output)
-
-
-def _tokens(output: Any) -> int:
-    """Count the features for the decoder."""
-    features = getattr(output, "pooler_output", output)
-    if isinstance(features, torch.Tensor):
-        return features.numel() // features.shape[-1]
-    return sum(_tokens(part) for part in features)
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return type(tensor).__name__ == "FakeTensor"
 
 
 def _widest(parameters: Any) -> tuple[int, int]:

@@ -10,16 +10,22 @@ import functools
 import os
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.models.config_schema import TIED
-from shardwright.models.model_files import DEQUANTIZED_METHODS
+from shardwright.models.model_files import (
+    DEQUANTIZED_METHODS,
+    SINGLE,
+    read_weight_index,
+    weight_file_names,
+    weight_map,
+)
 from shardwright.models.model_graph import ModelGraph
-from shardwright.utils.file_io import parse_json, read_regular_file
+from shardwright.utils.file_io import parse_json
 from shardwright.utils.json_values import JsonObject
 
 if TYPE_CHECKING:
@@ -28,7 +34,6 @@ if TYPE_CHECKING:
 # Headers of safetensors files: names, types, shapes and offsets. No torch, and no tensor is loaded.
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of a tensor that can be trained."""
 MOST_HEADER_BYTES = 100 * 2**20
@@ -69,16 +74,6 @@ class WeightHeaders:
         return sum(tensor.stop - tensor.start for tensor in self.tensors.values())
 
 
-def weight_file_names(folder: Path) -> tuple[str, ...]:
-    """Return the files that from_pretrained reads: the single file, else those of the index.
-
-    Raises OSError and ValueError for an index that cannot be read.
-    """
-    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
-        return (SINGLE,)
-    return tuple(sorted({file for _, file in _weight_map(folder)}))
-
-
 def read_headers(folder: Path) -> WeightHeaders:
     """Read the headers. Raises OSError and ValueError for a file that is missing, truncated or not
     safetensors."""
@@ -91,10 +86,12 @@ def read_headers(folder: Path) -> WeightHeaders:
             tensors[name] = tensor
     total = None
     if not (folder / SINGLE).exists():
-        for name, file in _weight_map(folder):
+        for name, file in weight_map(folder).items():
             if name not in tensors:
                 problems.append(f"the index names {name}, and {file} does not hold it")
-        total = _total_size(folder)
+        metadata = read_weight_index(folder).get("metadata")
+        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        total = size if isinstance(size, int) and not isinstance(size, bool) else None
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     problem = f"{problems[0]}{more}" if problems else ""
     return WeightHeaders(folder=folder, tensors=tensors, problem=problem, total_size=total)
@@ -146,43 +143,17 @@ def _read_header(folder: Path, file: str) -> Iterator[tuple[str, TensorHeader]]:
         raise ValueError(f"{file} has no safetensors header")
     for name, entry in header.items():
         if name != "__metadata__":
-            yield name, _tensor_header(file, name, entry, 8 + length, size)
-
-
-def _tensor_header(file: str, name: str, entry: object, begin: int, size: int) -> TensorHeader:
-    try:
-        fields = cast("dict[str, Any]", entry)
-        start, stop = (begin + int(at) for at in fields["data_offsets"])
-        shape = tuple(int(length) for length in fields["shape"])
-        dtype = str(fields["dtype"])
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{file}: the header's entry of {name} cannot be read") from None
-    if not begin <= start <= stop <= size:
-        raise ValueError(f"{file} was cut off: {name} ends behind its end")
-    return TensorHeader(file=file, dtype=dtype, shape=shape, start=start, stop=stop)
-
-
-def _index(folder: Path) -> JsonObject:
-    index = parse_json(read_regular_file(folder / INDEX, MOST_HEADER_BYTES))
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-        raise ValueError(f"{INDEX} has no weight_map")
-    return index
-
-
-def _weight_map(folder: Path) -> Iterable[tuple[str, str]]:
-    weight_map = cast("dict[str, object]", _index(folder)["weight_map"])
-    if any(
-        not isinstance(file, str) or "/" in file or file.startswith(".")
-        for file in weight_map.values()
-    ):
-        raise ValueError(f"{INDEX} names files outside its folder")
-    return [(name, str(file)) for name, file in weight_map.items()]
-
-
-def _total_size(folder: Path) -> int | None:
-    metadata = _index(folder).get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return total if isinstance(total, int) and not isinstance(total, bool) else None
+            begin = 8 + length
+            try:
+                fields = cast("dict[str, Any]", entry)
+                start, stop = (begin + int(at) for at in fields["data_offsets"])
+                shape = tuple(int(length) for length in fields["shape"])
+                dtype = str(fields["dtype"])
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(f"{file}: the header's entry of {name} cannot be read") from None
+            if not begin <= start <= stop <= size:
+                raise ValueError(f"{file} was cut off: {name} ends behind its end")
+            yield name, TensorHeader(file=file, dtype=dtype, shape=shape, start=start, stop=stop)
 
 
 _SOURCE: KeyPath = ("model", "source")
@@ -239,17 +210,12 @@ def check_headers(folder: Path, config: JsonObject, *, tied: bool) -> tuple[Diag
     except (OSError, ValueError):
         return ()
     wrong = [*_contradiction(headers), *_quantised(headers, config), *_foreign(headers)]
-    if not wrong and tied:
-        wrong += [_own_head(head, embedding) for head, embedding in heads_by_usual_name(headers)]
-    return tuple(wrong)
-
-
-def heads_by_usual_name(headers: WeightHeaders) -> Iterator[tuple[str, str]]:
-    """Yield (head, embedding) where both are in the files with different values."""
     heads = [name for name in headers.tensors if name.endswith(_HEADS)]
     embeddings = [name for name in headers.tensors if name.endswith(_EMBEDDINGS)]
-    if len(heads) == len(embeddings) == 1 and not same_values(headers, heads[0], embeddings[0]):
-        yield heads[0], embeddings[0]
+    is_one_pair = not wrong and tied and len(heads) == len(embeddings) == 1
+    if is_one_pair and not same_values(headers, heads[0], embeddings[0]):
+        wrong.append(_own_head(heads[0], embeddings[0]))
+    return tuple(wrong)
 
 
 def find_untied_heads(
@@ -380,7 +346,13 @@ def _contradiction(headers: WeightHeaders) -> Iterator[Diagnostic]:
 def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnostic]:
     section = config.get("quantization_config")
     method = str(section.get("quant_method")) if isinstance(section, dict) else ""
-    stored = [name for name, tensor in headers.tensors.items() if _is_quantised(name, tensor)]
+    stored = []
+    for name, tensor in headers.tensors.items():
+        small_float = tensor.dtype.startswith(("F8", "F4", "F6"))
+        packed = tensor.dtype in ("U8", "I8", "I32") and name.endswith((".weight", "_proj"))
+        beside = tensor.dtype != "BOOL" and _QUANTISED_PARTS.search(name)
+        if small_float or packed or beside:
+            stored.append(name)
     if not stored:
         return
     dtypes = sorted({headers.tensors[name].dtype for name in stored})
@@ -404,12 +376,6 @@ def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnosti
         "model.source to that folder."
     )
     yield found("SW2025", _WEIGHTS, message, help)
-
-
-def _is_quantised(name: str, tensor: TensorHeader) -> bool:
-    small_float = tensor.dtype.startswith(("F8", "F4", "F6"))
-    packed = tensor.dtype in ("U8", "I8", "I32") and name.endswith((".weight", "_proj"))
-    return small_float or packed or (bool(_QUANTISED_PARTS.search(name)) and tensor.dtype != "BOOL")
 
 
 def _foreign(headers: WeightHeaders) -> Iterator[Diagnostic]:
@@ -490,8 +456,20 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameters.setdefault(id(parameter), []).append(name)
         shape = shapes.get(name)
-        if shape is not None and shape != tuple(parameter.shape):
-            yield _wrong_shape(name, shape, tuple(parameter.shape), graph)
+        built = tuple(parameter.shape)
+        if shape is not None and shape != built:
+            help = (
+                "config.json and the weights belong to different models: take both from one "
+                "repository."
+            )
+            if shape[1:] == built[1:] and built and built[0] == graph.vocabulary_size:
+                rows = shape[0] if shape else 0
+                help = (
+                    f"The embedding has {rows:,} rows, vocab_size is {built[0]:,}: set vocab_size "
+                    f"to {rows} in config.json (a padded vocabulary counts with its padding)."
+                )
+            message = f"shape mismatch for {name}: files {shape}, model {built}"
+            yield found("SW2024", _SOURCE, message, help)
         stored = headers.tensors.get(keys.direct.get(name, ""))
         if stored is not None and stored.dtype not in FLOATS:
             message = (
@@ -504,12 +482,17 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
                 message,
                 "Write the folder again with save_pretrained in bf16 or fp32.",
             )
-    yield from _tied_but_different(headers, parameters, keys.direct)
-    unexpected = {
-        key: name
-        for key, name in keys.unexpected.items()
-        if not _is_table(key, headers.tensors[key])
-    }
+    for names in parameters.values():
+        stored_keys = [keys.direct[name] for name in names if name in keys.direct]
+        differing = [k for k in stored_keys[1:] if not same_values(headers, k, stored_keys[0])]
+        if differing:
+            yield from tied_head_error([stored_keys[0], *differing]).diagnostics
+    unexpected: dict[str, str] = {}
+    for key, name in keys.unexpected.items():
+        tensor = headers.tensors[key]
+        is_float_vector = tensor.dtype in FLOATS and len(tensor.shape) == 1
+        if not _BUFFERS.search(key) or (is_float_vector and "inv_freq" not in key):
+            unexpected[key] = name
     if missing := [names[0] for names in parameters.values() if not shapes.keys() & set(names)]:
         yield _missing(missing, len(parameters), list(unexpected))
     silent = ignored_keys(model, unexpected.values())
@@ -519,36 +502,6 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
     yield from _unexpected(
         [key for key, name in unexpected.items() if name in silent], graph, "note"
     )
-
-
-def _is_table(key: str, tensor: TensorHeader) -> bool:
-    return bool(_BUFFERS.search(key)) and (
-        tensor.dtype not in FLOATS or len(tensor.shape) != 1 or "inv_freq" in key
-    )
-
-
-def _wrong_shape(
-    name: str, stored: tuple[int, ...], built: tuple[int, ...], graph: ModelGraph
-) -> Diagnostic:
-    message = f"shape mismatch for {name}: files {stored}, model {built}"
-    help = "config.json and the weights belong to different models: take both from one repository."
-    rows = stored[0] if stored else 0
-    if stored[1:] == built[1:] and built and built[0] == graph.vocabulary_size:
-        help = (
-            f"The embedding has {rows:,} rows, vocab_size is {built[0]:,}: set vocab_size to "
-            f"{rows} in config.json (a padded vocabulary counts with its padding)."
-        )
-    return found("SW2024", _SOURCE, message, help)
-
-
-def _tied_but_different(
-    headers: WeightHeaders, parameters: Mapping[int, list[str]], direct: Mapping[str, str]
-) -> Iterator[Diagnostic]:
-    for names in parameters.values():
-        keys = [direct[name] for name in names if name in direct]
-        differing = [key for key in keys[1:] if not same_values(headers, key, keys[0])]
-        if differing:
-            yield from tied_head_error([keys[0], *differing]).diagnostics
 
 
 def _missing(missing: Sequence[str], of: int, unexpected: Sequence[str]) -> Diagnostic:
@@ -580,9 +533,20 @@ def _missing(missing: Sequence[str], of: int, unexpected: Sequence[str]) -> Diag
 
 def _unexpected(keys: Sequence[str], graph: ModelGraph, severity: str) -> Iterator[Diagnostic]:
     """Yield one diagnostic for each kind of tensor that the model does not have."""
+    layers = sum(layer.kind == "decoder" for layer in graph.layers)
+    numbered = re.compile(rf"(^|\.){re.escape(graph.cut.stack.rpartition('.')[2])}\.(\d+)\.")
     kinds: dict[str, list[str]] = {}
     for key in keys:
-        kinds.setdefault(_kind(key, graph), []).append(key)
+        kind, number = "", numbered.search(key)
+        if _MTP.search(key):
+            kind = "multi-token prediction"
+        elif graph.task == "causal-lm" and _VISION.search(key):
+            kind = "a vision encoder"
+        elif number and int(number[2]) >= layers:
+            kind = "decoder layers that the configuration does not have"
+        elif key.endswith(".bias"):
+            kind = "biases that the configuration does not have"
+        kinds.setdefault(kind, []).append(key)
     helps = {
         "a vision encoder": (
             "`task: image-text-to-text` trains it, where transformers has such a model."
@@ -609,16 +573,3 @@ def _unexpected(keys: Sequence[str], graph: ModelGraph, severity: str) -> Iterat
             helps[kind],
             severity="warning" if severity == "warning" else "note",
         )
-
-
-def _kind(key: str, graph: ModelGraph) -> str:
-    layers = sum(layer.kind == "decoder" for layer in graph.layers)
-    tail = graph.cut.stack.rpartition(".")[2]
-    number = re.search(rf"(^|\.){re.escape(tail)}\.(\d+)\.", key)
-    if _MTP.search(key):
-        return "multi-token prediction"
-    if graph.task == "causal-lm" and _VISION.search(key):
-        return "a vision encoder"
-    if number and int(number[2]) >= layers:
-        return "decoder layers that the configuration does not have"
-    return "biases that the configuration does not have" if key.endswith(".bias") else ""

@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.models.model_files import INDEX, SINGLE, weight_file_names
 from shardwright.models.weight_conversion import Conversion, dequantizer, map_keys, meta_tensor
-from shardwright.models.weights_check import FLOATS, INDEX, SINGLE, weight_file_names
+from shardwright.models.weights_check import FLOATS
 from shardwright.utils.file_io import parse_json, read_regular_file
 
 _EXACT_IN = {

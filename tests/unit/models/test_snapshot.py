@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.models.model_files import WeightsLocation
-from shardwright.models.model_sources import INDEX, locate_weights, weights_problem
+from shardwright.models.model_files import INDEX, WeightsLocation
+from shardwright.models.model_sources import locate_weights, weights_problem
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import model_section, write_weights

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.models.layer_split import (
@@ -24,7 +23,6 @@ from shardwright.models.layer_split import (
     find_layer_split,
     parameters_with_gradient,
 )
-from shardwright.models.model_graph import PipelineSplit
 from shardwright.models.model_skeleton import Skeleton
 from shardwright.models.tasks.vision_language import UnsupportedImages, vision_encoder_config
 
@@ -76,12 +74,12 @@ def use_text_encoder(model: PreTrainedModel) -> None:
 
     Tracing and splitting then find the text encoder's layers. Copies of the model keep the change.
     """
+
+    def forward(self: Any, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.get_text_features(input_ids=input_ids).pooler_output)
+
     whole = type(model)
-    model.__class__ = type(whole.__name__, (whole,), {"forward": _text_alone})
-
-
-def _text_alone(self: Any, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-    return SimpleNamespace(logits=self.get_text_features(input_ids=input_ids).pooler_output)
+    model.__class__ = type(whole.__name__, (whole,), {"forward": forward})
 
 
 def pairs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -119,8 +117,11 @@ def probe_contrastive(model: PreTrainedModel, tokens: torch.Tensor) -> ModelStru
         named,
     )
     use_text_encoder(model)
-    cut = find_layer_split(model, batch["input_ids"])
-    before = seen | _embedding(model, cut, batch["input_ids"], named)
+    ids = batch["input_ids"]
+    cut = find_layer_split(model, ids)
+    # Parameters that the state before the text encoder's first layer depends on.
+    state = Skeleton(model, cut, (ids.shape[0], ids.shape[1])).embed(ids, None)
+    before = seen | parameters_with_gradient([state.hidden], named)
     outside = [name for name in named if not name.startswith(f"{cut.stack}.")]
     untrained = tuple(name for name in named if name not in reached)
     return ModelStructure(
@@ -147,11 +148,3 @@ def _own_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> str:
         ):
             return kind
     raise NotSplittable("its loss is neither CLIP's nor SigLIP's")
-
-
-def _embedding(
-    model: nn.Module, cut: PipelineSplit, ids: torch.Tensor, named: dict[str, nn.Parameter]
-) -> set[str]:
-    """Return the parameters that the state before the text encoder's first layer depends on."""
-    state = Skeleton(model, cut, (ids.shape[0], ids.shape[1])).embed(ids, None)
-    return parameters_with_gradient([state.hidden], named)

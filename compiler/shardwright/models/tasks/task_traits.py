@@ -1,4 +1,4 @@
-"""What sets a training task apart, a row each: its data, its loss and what is verified for it."""
+"""List the traits of each training task: its data, its loss and what is verified for it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,11 @@ def shapes(names: set[str]) -> Iterator[MakeImages]:
     """Yield the formats that may fit a forward with these inputs, the likeliest first."""
     for key, formats in _BY_KEY.items():
         if key in names:
-            yield from (partial(_with_merge_sizes, make, names) for make in formats)
+            for make in formats:
+                if "image_merge_sizes" in names:  # only some types take them beside a grid
+                    yield partial(_with_merge_sizes, make)
+                else:
+                    yield make
     extra = names & _SIDES.keys()
     for others in (extra, set()) if extra else (extra,):
         sized: tuple[Any, ...] = (_tiles,) if "image_sizes" in others else ()
@@ -88,29 +92,27 @@ def patches(tower: VisionEncoderShape, inputs: Images) -> int:
 def vision_encoder_config(config: Any) -> Any:
     """Return the part of the configuration that describes the vision encoder. Raises
     UnsupportedImages."""
-    part = next(
-        (part for part in _parts(config) if getattr(part, "patch_size", None) is not None), None
-    )
+    parts: list[Any] = []
+    for name in ("vision_config", "visual_config", "vision_tower_config"):
+        encoder = getattr(config, name, None)
+        parts.append(encoder)
+        parts += [getattr(encoder, name, None) for name in ("sam_config", "encoder_config")]
+    parts.append(config)
+    part = next((part for part in parts if getattr(part, "patch_size", None) is not None), None)
     if part is None:
         raise UnsupportedImages("its configuration has no tower with a patch size")
     return part
 
 
-def _parts(config: Any) -> Iterator[Any]:
-    towers = [
-        getattr(config, name, None)
-        for name in ("vision_config", "visual_config", "vision_tower_config")
-    ]
-    for tower in towers:
-        yield tower
-        yield from (getattr(tower, name, None) for name in ("sam_config", "encoder_config"))
-    yield config
-
-
 def vision_encoder_shape(config: Any) -> VisionEncoderShape:
     """Read the image sizes of a configuration. Raises UnsupportedImages."""
     part = vision_encoder_config(config)
-    patch = _number(part.patch_size)
+    patch, cell = first_side(part.patch_size), 0
+    for owner in (part, config):
+        ratio = getattr(owner, "downsample_ratio", None)
+        sizes = (first_side(v) for name in _CELLS if (v := getattr(owner, name, None)))
+        cell = cell or next(sizes, 0)
+        cell = cell or (round(1 / ratio) if isinstance(ratio, float) and ratio else 0)
     fine = getattr(config, "high_res_vision_config", None)
     return VisionEncoderShape(
         channels=next(
@@ -122,10 +124,10 @@ def vision_encoder_shape(config: Any) -> VisionEncoderShape:
             3,
         ),
         patch=patch,
-        cell=next((v for owner in (part, config) if (v := _cell(owner))), 1),
-        frames=next((_number(v) for n in _FRAMES if (v := getattr(part, n, None))), 1),
-        side=_number(getattr(part, "image_size", None)) or patch * 4,
-        fine_side=_number(getattr(fine, "image_size", None)),
+        cell=cell or 1,
+        frames=next((first_side(v) for n in _FRAMES if (v := getattr(part, n, None))), 1),
+        side=first_side(getattr(part, "image_size", None)) or patch * 4,
+        fine_side=first_side(getattr(fine, "image_size", None)),
     )
 
 
@@ -139,13 +141,7 @@ _CELLS = (
 )
 
 
-def _cell(config: Any) -> int:
-    ratio = getattr(config, "downsample_ratio", None)
-    size = next((_number(v) for name in _CELLS if (v := getattr(config, name, None))), 0)
-    return size or (round(1 / ratio) if isinstance(ratio, float) and ratio else 0)
-
-
-def _number(size: Any) -> int:
+def first_side(size: Any) -> int:
     """Return a side, the first of (height, width), or 0 where there is none."""
     first = size[0] if isinstance(size, list | tuple) and size else size
     return first if isinstance(first, int) else 0
@@ -163,13 +159,9 @@ def _grid(tower: VisionEncoderShape, rows: ImageRows) -> torch.Tensor:
 
 
 def _with_merge_sizes(
-    make: MakeImages, names: set[str], tower: VisionEncoderShape, rows: ImageRows
+    make: MakeImages, tower: VisionEncoderShape, rows: ImageRows
 ) -> dict[str, torch.Tensor]:
-    """Add the merge sizes that only some types take beside a grid."""
-    made = make(tower, rows)
-    if "image_merge_sizes" in names:
-        made["image_merge_sizes"] = torch.full((len(_flat(rows)),), tower.cell)
-    return made
+    return make(tower, rows) | {"image_merge_sizes": torch.full((len(_flat(rows)),), tower.cell)}
 
 
 def _patches(
@@ -314,17 +306,6 @@ _BY_KEY: dict[str, tuple[MakeImages, ...]] = {
 }
 
 
-__all__ = [
-    "ImageSequences",
-    "UnsupportedImages",
-    "example_images",
-    "find_image_sequences",
-    "forward_input_names",
-    "image_features",
-    "image_token",
-    "vision_encoder_config",
-]
-
 IMAGE_TOKENS = (
     "image_token_id",
     "image_token_index",
@@ -418,16 +399,15 @@ class ImageSequences:
                 at += counts[width] + 1  # a word between two images
         ids[places.bool()] = self.token
         beside = self.make(self.tower, rows) if any(rows) else {}
-        return ids, beside | self._marks(places)
-
-    def _marks(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
-        marks = {name: places for name in _PLACES if name in self.names}
-        return marks | ({_MASK: places.bool()} if _MASK in self.names else {})
+        beside |= {name: places for name in _PLACES if name in self.names}
+        if _MASK in self.names:
+            beside[_MASK] = places.bool()
+        return ids, beside
 
     @torch.no_grad()
     def tokens(self, width: int) -> int:
         """Return the tokens that stand for an image of this width."""
-        return sum(_counts(image_features(self.model)(**self.make(self.tower, [[width]]))))
+        return feature_count(image_features(self.model)(**self.make(self.tower, [[width]])))
 
 
 @torch.no_grad()
@@ -487,12 +467,11 @@ def forward_input_names(model: nn.Module) -> frozenset[str]:
     return frozenset(_taken([type(model).forward, *_all_features(model)]))
 
 
-def _counts(output: Any) -> Iterator[int]:
-    """Yield the number of features that get_image_features returned for each image: one a
-    placeholder."""
+def feature_count(output: Any) -> int:
+    """Count the features that get_image_features returned: one a placeholder token."""
     features = getattr(output, "pooler_output", output)
     if features is None:
         features = output.last_hidden_state
-    parts: Sequence[torch.Tensor] = (features,) if isinstance(features, torch.Tensor) else features
-    for part in parts:
-        yield part.numel() // part.shape[-1]
+    if isinstance(features, torch.Tensor):
+        return features.numel() // features.shape[-1]
+    return sum(map(feature_count, features))
