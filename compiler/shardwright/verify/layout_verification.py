@@ -52,6 +52,7 @@ from shardwright.verify.tiny_copy import (
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PretrainedConfig
 
     from shardwright.verify.reference_run import Reference, Rows
@@ -180,7 +181,6 @@ def _prepare(
     from shardwright.models.tiny_config import token_ids
     from shardwright.verify.reference_run import (
         ReferenceAuxLoss,
-        add_reference_lora,
         loaded,
         merge_reference_lora,
         train,
@@ -240,19 +240,7 @@ def _prepare(
             if rows is None
             else separate_sequences(rows.read(np.arange(len(rows))), padded=padded)
         )
-    # By the recipe alone, independently of the plan and peft.
-    for name, parameter in reference.named_parameters():
-        if any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for entry in freeze):
-            parameter.requires_grad_(False)
-    if recipe.lora is not None:
-        add_reference_lora(
-            reference,
-            plan.model.cut.stack,
-            recipe.lora.target_modules,
-            rank=min(recipe.lora.rank, tiny_copy.RANK),
-            alpha=recipe.lora.alpha,
-            seed=tiny_copy.SEED,
-        )
+    _freeze_and_adapt(reference, plan, recipe, freeze)
     expected = train(
         reference,
         blocks,
@@ -275,6 +263,27 @@ def _prepare(
             expected, weights=merge_reference_lora(reference, expected.weights, scale)
         )
     return expected, plan, held_out_rows
+
+
+def _freeze_and_adapt(
+    model: nn.Module, plan: Plan, recipe: Recipe, freeze: tuple[str, ...]
+) -> None:
+    """Freeze parameters and add adapters by the recipe alone, independently of the plan's lists
+    and of peft."""
+    from shardwright.verify.reference_run import add_reference_lora
+
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for entry in freeze):
+            parameter.requires_grad_(False)
+    if recipe.lora is not None:
+        add_reference_lora(
+            model,
+            plan.model.cut.stack,
+            recipe.lora.target_modules,
+            rank=min(recipe.lora.rank, tiny_copy.RANK),
+            alpha=recipe.lora.alpha,
+            seed=tiny_copy.SEED,
+        )
 
 
 def _configuration(document: JsonObject) -> PretrainedConfig:

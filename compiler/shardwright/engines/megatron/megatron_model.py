@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
@@ -365,11 +365,12 @@ def parameter_ranges(
         for path, buffer in model.named_buffers()
         if path.startswith("decoder.layers.") and path.split(".", 3)[3] in family.layer
     ]
-    ranks = model.config.tensor_model_parallel_size
+    own = cast(TransformerConfig, model.config)
+    ranks = own.tensor_model_parallel_size
     heads = RankHeads(
-        query=model.config.num_attention_heads // ranks,
-        groups=model.config.num_query_groups // ranks,
-        size=model.config.kv_channels,
+        query=own.num_attention_heads // ranks,
+        groups=own.num_query_groups // ranks,
+        size=own.kv_channels,
     )
     for path, parameter in (*model.named_parameters(), *buffers):
         prefix, source, expert = _source(family, model, path)

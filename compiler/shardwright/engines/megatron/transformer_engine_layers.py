@@ -61,7 +61,7 @@ def transformer_engine_obstacle(x: Candidate) -> str:
     if is_latent and s.tensor * s.context > 1:
         return "its latent attention shards other parts than planned over tensor or context ranks"
     kinds = config.get("layer_types")
-    has_windows = not kinds or "sliding_attention" in kinds
+    has_windows = not isinstance(kinds, list) or not kinds or "sliding_attention" in kinds
     if s.context > 1 and config.get("sliding_window") is not None and has_windows:
         return "its context ranks exchange whole sequences, and the model has sliding windows"
     if s.expert_tensor_ranks != s.tensor:
