@@ -13,7 +13,11 @@ from typing import Any
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.code_registry import CODES
 from shardwright.engines.engine_table import ENGINES
-from shardwright.engines.megatron.megatron_capabilities import REFUSED_KEYS, SUPPORTED_KEYS
+from shardwright.engines.megatron.megatron_capabilities import (
+    MEGATRON,
+    REFUSED_KEYS,
+    SUPPORTED_KEYS,
+)
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Candidate, Layout, Rule
 from shardwright.models.graph_builder import build_model_graph
@@ -123,6 +127,10 @@ def _megatron_keys() -> list[str]:
         )
         for name, key in REFUSED_KEYS.items()
     ]
+    for name, values in MEGATRON.trained_values().items():
+        why = MEGATRON.refusal_reasons.get(name, "no other one is implemented")
+        shown = ", ".join(f"`{v}`" for v in values)
+        refused.append(f"| `{name}` | {shown} | {MEGATRON.refusal_code}: {why} |")
     return [
         "",
         "### Keys of a recipe under `target: megatron`",

@@ -344,6 +344,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     from shardwright.recipe.input_file_checks import check_files
     from shardwright.search.layout_rules import fp16_on_cpu_error, missing_peak_error
     from shardwright.search.runnable_recipes import check_tokenizers
+    from shardwright.search.training_rules import engine_recipe_errors
 
     found = [*gpu_errors(recipe.cluster)]
     if not found:
@@ -354,7 +355,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
             if d is not None
         ]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
-    refused = [engine.recipe_errors(recipe) for engine in engines_for(recipe.target)]
+    refused = [engine_recipe_errors(engine, recipe) for engine in engines_for(recipe.target)]
     found += refused[0] if all(refused) else ()
     if recipe.cluster.measured is not None:
         from shardwright.cost.calibrated_costs import calibration_errors

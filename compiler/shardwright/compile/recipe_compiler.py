@@ -50,6 +50,7 @@ from shardwright.search.cluster_sizing import ClusterSizing
 from shardwright.search.engine_choice import resolve_problem, start_engine_comparison
 from shardwright.search.layout_search import choose_layout, estimate_pinned_layout
 from shardwright.search.runnable_recipes import check_runnable
+from shardwright.search.training_rules import engine_recipe_errors
 
 T = TypeVar("T")
 
@@ -213,7 +214,7 @@ def _check(recipe: Recipe) -> None:
     for engine in engines:
         own = recipe_for_engine(recipe, engine)
         errors = (*check_runnable(own), *check_files(own), *check_launch(own))
-        found.append((*errors, *engine.recipe_errors(own), *calibration_errors(own)))
+        found.append((*errors, *engine_recipe_errors(engine, own), *calibration_errors(own)))
     if errors := (*min(found, key=len), *(package_errors(engines[0]) if len(engines) == 1 else ())):
         raise Refusal(*errors)
 

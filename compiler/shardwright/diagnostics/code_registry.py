@@ -101,8 +101,8 @@ RECIPE_CODES: dict[str, str] = {
     "SW1924": "this version does not run islands with this",
     "SW1923": "the engine's package is missing, or of a version that was not tested",
     "SW1925": "only Megatron-Core has layers of Transformer Engine",
-    "SW1922": "a key that the Megatron engine does not run",
-    "SW1921": "a key that the reference engine does not take",
+    "SW1922": "a key or value that the engine does not run",
+    "SW1921": "a key or value that the reference engine does not run",
 }
 
 # SW2xxx: one line a code, what is wrong in general.

@@ -83,9 +83,11 @@ class Engine:
     precisions: those that the engine trains in
     optimizers: those that the engine runs -> the engine's own names for them
     tasks: those that the engine trains models for
+    refusal_code: code of a precision, an optimizer or a task that is not among them
+    refusal_reasons: recipe key of these three -> why other values do not run
     rules: code -> a layout that the engine does not run
     waived_rules: codes of rules about modules of this project that the engine does without
-    recipe_errors: checks the recipe's keys that no axis and no row above covers
+    key_errors: checks the recipe's keys that no axis and no field above covers
     axes: keys of a layout, beyond those of every engine, that the engine has
     compiles_layers: the engine runs `model.kernels: compile`
     transformer_engine: decides whether ranks use layers of Transformer Engine; None without them
@@ -110,10 +112,12 @@ class Engine:
     inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)
     waived_rules: frozenset[str] = frozenset()
-    recipe_errors: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
+    key_errors: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     optimizers: Mapping[str, str] = field(default_factory=dict)
+    refusal_code: str = "SW1922"
+    refusal_reasons: Mapping[str, str] = field(default_factory=dict)
     compiles_layers: bool = False
     transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
     tasks: frozenset[TaskName] = frozenset({"causal-lm"})
@@ -123,6 +127,14 @@ class Engine:
     pads_vocabulary: bool = False
     automatic: bool = True
     unsupported_reason: Callable[[ModelGraph], str] = lambda graph: ""
+
+    def trained_values(self) -> dict[str, tuple[str, ...]]:
+        """Return the recipe's key -> its values that the engine trains with."""
+        return {
+            "training.precision": self.precisions,
+            "training.optimizer.name": tuple(self.optimizers),
+            "model.task": tuple(sorted(self.tasks)),
+        }
 
 
 class Lowering(Protocol):

@@ -13,6 +13,7 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
 from shardwright.search.layout_search import SearchResult, search
 from shardwright.search.ranking_penalties import penalized_seconds
+from shardwright.search.training_rules import engine_recipe_errors
 from shardwright.utils.json_values import JsonObject
 
 BF16_ACCUMULATION_FROM = 1.2
@@ -73,7 +74,7 @@ def _with_accumulation_dtype(problem: Problem) -> Problem:
 
 
 def _engine_errors(problem: Problem) -> int:
-    return len(ENGINES[problem.recipe.target].recipe_errors(problem.recipe))
+    return len(engine_recipe_errors(ENGINES[problem.recipe.target], problem.recipe))
 
 
 def _accumulating_in(problem: Problem, dtype: str | None) -> Problem:

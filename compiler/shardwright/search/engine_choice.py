@@ -22,6 +22,7 @@ from shardwright.search.forked_call import ForkedCall
 from shardwright.search.kernel_choice import resolve_kernels
 from shardwright.search.layout_comparison import because
 from shardwright.search.layout_search import best_layout, rank_key, search
+from shardwright.search.training_rules import engine_recipe_errors
 from shardwright.utils.json_values import JsonObject
 
 
@@ -71,7 +72,7 @@ def problem_under_engine(problem: Problem, target: str) -> Problem:
     engine undone. Raises Refusal for a recipe or a model that the engine does not support."""
     engine = ENGINES[target]
     other = _for_engine(_with_auto_restored(problem), engine)
-    wrong = engine.recipe_errors(other.recipe)
+    wrong = engine_recipe_errors(engine, other.recipe)
     unsupported_reason = engine.unsupported_reason(problem.graph)
     if unsupported_reason:
         wrong = (
@@ -162,8 +163,8 @@ def _for_engine(problem: Problem, engine: Engine) -> Problem:
 
 
 def _engine_supports(engine: Engine, problem: Problem) -> bool:
-    return not engine.unsupported_reason(problem.graph) and not engine.recipe_errors(
-        recipe_for_engine(problem.recipe, engine)
+    return not engine.unsupported_reason(problem.graph) and not engine_recipe_errors(
+        engine, recipe_for_engine(problem.recipe, engine)
     )
 
 

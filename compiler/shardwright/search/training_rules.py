@@ -1,10 +1,11 @@
-"""`model.freeze`: it must name something, and leave something."""
+"""Check what is trained and how: the engine's values, frozen parameters, LoRA, kernels, noise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.engine_definition import Engine
 from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
@@ -17,7 +18,39 @@ from shardwright.models.trainable_parameters import (
     parameters_matching,
 )
 from shardwright.plan.plan import zero_learning_rate_updates
-from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, Recipe
+
+
+def engine_recipe_errors(engine: Engine, recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Return what of a recipe the engine does not run, all at once.
+
+    The one rule about the precisions, optimizers and tasks in its row of the engine table comes
+    first (Engine.refusal_code), then the engine's own checks of other keys. `task: auto` is
+    resolved with the model.
+    """
+    values = {
+        "training.precision": recipe.training.precision,
+        "training.optimizer.name": recipe.training.optimizer.name,
+        "model.task": recipe.model.task,
+    }
+    errors = []
+    for key, trained in engine.trained_values().items():
+        value = values[key]
+        if value in (*trained, "auto"):
+            continue
+        others = (e.name for e in ENGINES.values() if value in e.trained_values()[key])
+        other, why = next(others, None), engine.refusal_reasons.get(key)
+        errors.append(
+            found(
+                engine.refusal_code,
+                key,
+                f"{key}: {value} does not run under target: {engine.name}"
+                + (f": {why}" if why else ""),
+                f"Change it, or write `target: {other}`." if other else "Change it.",
+                trained,
+            )
+        )
+    return (*errors, *engine.key_errors(recipe))
 
 
 def freeze_names_exist(x: Candidate) -> Diagnostic | None:

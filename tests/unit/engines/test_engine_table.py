@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,9 @@ from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import AUTO_TARGET, DEFAULT_TARGET, ENGINES, engine_of
 from shardwright.engines.run_profiles import assumed_runs, kernel_profile
 from shardwright.plan.plan import read_plan
+from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
+from shardwright.search.training_rules import engine_recipe_errors
 from tools.fit_cost.assumed_runs import ASSUMED_RUNS
 
 TESTS = Path(__file__).parents[2]
@@ -66,3 +70,42 @@ def test_the_packaged_runs_are_those_of_the_fit() -> None:
     for target, engines in assumed_runs()["engines"].items():
         assert target in ENGINES and engines.keys() <= assumed_runs()["kernels"].keys()
         assert all(engine["traits"].keys() <= traits for engine in engines.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "key", "value"),
+    [
+        ({"training.precision": "bf16"}, {"precisions": ("fp32",)}, "training.precision", "bf16"),
+        ({}, {"optimizers": {"other": "Other"}}, "training.optimizer.name", "adamw"),
+        ({"model.task": "causal-lm"}, {"tasks": frozenset()}, "model.task", "causal-lm"),
+    ],
+)
+@pytest.mark.parametrize("target", ENGINES)
+def test_what_the_row_does_not_declare_is_refused(
+    target: str,
+    changes: dict[str, Any],
+    row: dict[str, Any],
+    key: str,
+    value: str,
+    write_recipe: Callable[..., Path],
+) -> None:
+    """One rule reads the row: an engine without the value refuses it, with its own code, and the
+    help names an engine that has it."""
+    recipe = load_recipe(write_recipe({"target": target, **changes}))
+    engine = ENGINES[target]
+    assert engine_recipe_errors(engine, recipe) == ()
+    (error,) = engine_recipe_errors(dataclasses.replace(engine, **row), recipe)
+    assert error.code == engine.refusal_code and error.key == tuple(key.split("."))
+    assert f"{key}: {value} does not run under target: {target}" in error.message
+    assert error.help.startswith("Change it, or write `target: ")
+
+
+def test_fp16_is_refused_by_the_engines_without_a_loss_scale(
+    write_recipe: Callable[..., Path],
+) -> None:
+    recipe = load_recipe(write_recipe({"training.precision": "fp16"}))
+    codes = {
+        name: [d.code for d in engine_recipe_errors(engine, recipe)]
+        for name, engine in ENGINES.items()
+    }
+    assert codes == {"deepspeed": [], "reference": ["SW1921"], "megatron": ["SW1922"]}

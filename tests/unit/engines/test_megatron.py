@@ -24,10 +24,10 @@ from shardwright.engines.megatron import (
     megatron_model_configs,
 )
 from shardwright.engines.megatron.megatron_capabilities import (
+    MEGATRON,
     REFUSED_KEYS,
     RULES,
     SUPPORTED_KEYS,
-    check_recipe_keys,
 )
 from shardwright.engines.megatron.megatron_weight_mapping import (
     RankHeads,
@@ -48,6 +48,7 @@ from shardwright.search.layout_search import search
 from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.rule_registry import check_layout
 from shardwright.search.step_time_bound import StepTimeBound
+from shardwright.search.training_rules import engine_recipe_errors
 from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
@@ -92,13 +93,14 @@ EXPERTS = {**SMALL_RECIPE["model"]["config"], "model_type": "mixtral", "num_loca
 def test_every_key_of_a_recipe_has_its_answer() -> None:
     """It runs, it is refused by name, or it is an axis, which the rules know."""
     axes = {f"{axis.section}.{axis.name}" for axis in AXES}
+    declared = [key.removesuffix(".name") for key in MEGATRON.trained_values()]
     schema = recipe_schema()
     for section, value in schema_properties(schema, {}).items():
         keys = [f"{section}.{key}" for key in schema_properties(value, {})] or [section]
         for key in keys:
-            known = [*SUPPORTED_KEYS, *REFUSED_KEYS, *axes]
+            known = [*SUPPORTED_KEYS, *REFUSED_KEYS, *axes, *declared]
             assert key in known or section in known, key
-    assert set(NO_MORE_RECOMPUTE) == set(REFUSED_KEYS)
+    assert set(NO_MORE_RECOMPUTE) == {*REFUSED_KEYS, "training.precision", "model.task"}
 
 
 @pytest.mark.parametrize(("key", "changes"), NO_MORE_RECOMPUTE.items(), ids=NO_MORE_RECOMPUTE)
@@ -106,10 +108,10 @@ def test_a_key_that_does_not_run(
     key: str, changes: dict[str, Any], write_recipe: Callable[..., Path]
 ) -> None:
     recipe = load_recipe(write_recipe({"target": "megatron", **changes}))
-    assert [(d.code, ".".join(map(str, d.key or ()))) for d in check_recipe_keys(recipe)] == [
-        ("SW1922", key)
-    ]
-    assert check_recipe_keys(load_recipe(write_recipe({"target": "megatron"}))) == ()
+    errors = engine_recipe_errors(MEGATRON, recipe)
+    assert [(d.code, ".".join(map(str, d.key or ()))) for d in errors] == [("SW1922", key)]
+    plain = load_recipe(write_recipe({"target": "megatron"}))
+    assert engine_recipe_errors(MEGATRON, plain) == ()
 
 
 @pytest.mark.parametrize(("code", "changes"), ILLEGAL.items(), ids=ILLEGAL)

@@ -17,7 +17,7 @@ from shardwright.engines.megatron.transformer_engine_layers import (
 from shardwright.layout.layout import Candidate, Rule, rule
 from shardwright.models.expert_modules import expert_modules, experts_per_layer
 from shardwright.models.model_graph import ModelGraph
-from shardwright.recipe.literal_types import PartialCheckpointing, Precision
+from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonScalar
 
@@ -45,16 +45,10 @@ def _given(section: object) -> str | None:
     return "given" if section else None
 
 
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "adam"}
 """Maps a recipe's optimizer to Megatron's `--optimizer`."""
 
 REFUSED_KEYS: Mapping[str, RefusedKey] = {
-    "training.precision": RefusedKey(
-        value=lambda r: r.training.precision,
-        allowed=PRECISIONS,
-        why="fp16 needs a loss scale, which checkpoints of this engine do not store",
-    ),
     "training.gradient_accumulation_dtype": RefusedKey(
         value=lambda r: r.training.gradient_accumulation_dtype,
         allowed=(None, "fp32"),
@@ -69,11 +63,6 @@ REFUSED_KEYS: Mapping[str, RefusedKey] = {
         value=lambda r: r.model.kernels,
         allowed=("hf", "auto"),
         why="its layers are Megatron-Core's own modules",
-    ),
-    "model.task": RefusedKey(
-        value=lambda r: r.model.task,
-        allowed=("auto", "causal-lm"),
-        why="it does not train vision-language models",
     ),
     "model.freeze": RefusedKey(
         value=lambda r: _given(r.model.freeze), allowed=(None,), why="it trains every parameter"
@@ -115,7 +104,7 @@ SUPPORTED_KEYS: tuple[str, ...] = (
         "training.steps",
         "training.tokens",
     ),
-    *("training.epochs", "training.optimizer", "training.scheduler", "training.gradient_clipping"),
+    *("training.epochs", "training.scheduler", "training.gradient_clipping"),
     *("training.stop_after_nonfinite", "training.seed", "training.days_at_most"),
     *(
         "parallelism.tensor",
@@ -423,8 +412,14 @@ def _unsupported_reason(graph: ModelGraph) -> str:
 MEGATRON = Engine(
     name="megatron",
     title="Megatron-LM",
-    precisions=PRECISIONS,
+    precisions=("bf16", "fp32"),
     optimizers=OPTIMIZER_NAMES,
+    refusal_reasons={
+        "training.precision": (
+            "fp16 needs a loss scale, which checkpoints of this engine do not store"
+        ),
+        "model.task": "it does not train vision-language models",
+    },
     runtime="shardwright.engines.megatron.megatron_runtime",
     lowering="shardwright.engines.megatron.megatron_arguments",
     program="deepspeed",  # its launcher starts the ranks
@@ -448,7 +443,7 @@ MEGATRON = Engine(
     ),
     rules=RULES,
     waived_rules=HF_MODULE_RULES,
-    recipe_errors=check_recipe_keys,
+    key_errors=check_recipe_keys,
     axes=frozenset({"context", "expert", "expert_tensor", "virtual_stages", "sequence_parallel"}),
     types=frozenset(MODEL_MAPPINGS),
     pads_vocabulary=True,

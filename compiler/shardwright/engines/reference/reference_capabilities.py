@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.layout.layout import Candidate, rule
-from shardwright.recipe.literal_types import Precision
 from shardwright.utils.json_values import JsonScalar
 
 
@@ -30,16 +29,12 @@ def single_process_only(x: Candidate) -> Diagnostic | None:
     )
 
 
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
-
-
 def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
     """Refuse the first key that is DeepSpeed's own or needs more than one process: SW1921."""
-    launch, cluster, training = x.recipe.launch, x.recipe.cluster, x.recipe.training
+    launch, cluster = x.recipe.launch, x.recipe.cluster
     asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
         ("cluster.nodes", cluster.nodes or 1, (1,)),
         ("cluster.gpus_per_node", cluster.gpus_per_node, (1,)),
-        ("training.precision", training.precision, PRECISIONS),
         ("launch.launcher", launch.launcher, ("auto", "local")),
         ("launch.slurm", "given" if launch.slurm else None, (None,)),
         ("launch.kubernetes", "given" if launch.kubernetes else None, (None,)),
@@ -86,8 +81,10 @@ REFERENCE = Engine(
         chunked_loss=True,
         hpz=False,
     ),
-    precisions=PRECISIONS,
+    precisions=("bf16", "fp32"),
     optimizers={"adamw": "AdamW"},
+    refusal_code="SW1921",
+    refusal_reasons={"training.precision": "fp16 needs a loss scale, which it does not have"},
     rules=RULES,  # SW1921 refuses `extra`
     tasks=frozenset({"causal-lm", "image-text-to-text"}),
     automatic=False,
