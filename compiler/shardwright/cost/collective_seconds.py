@@ -96,7 +96,7 @@ def gather_seconds(
     if n == 1:
         return 0.0
     rate = bytes_per_second(cluster, c, group, total_bytes, collective)
-    if cluster.gpu.is_cpu and collective == "all_gather":
+    if cluster.gpu.kind.backend == "gloo" and collective == "all_gather":
         rate /= GLOO_ALL_GATHER
     return calls * ring_start_seconds(c, group) + (n - 1) / n * total_bytes / rate
 
@@ -104,7 +104,7 @@ def gather_seconds(
 def reduce_scatter_seconds(
     cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
 ) -> float:
-    if cluster.gpu.is_cpu:
+    if cluster.gpu.kind.backend == "gloo":  # it has no reduce-scatter
         return all_reduce_seconds(cluster, c, group, total_bytes, calls)
     return gather_seconds(cluster, c, group, total_bytes, calls)
 

@@ -174,7 +174,8 @@ class _MicroBatchCosts:
         self.frozen = recipe.lora is not None or is_decoder_frozen(graph, recipe.model.freeze)
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length // s.context
-        self.is_cpu, self.fp32_flops = gpu.is_cpu, peak_flops(gpu, "fp32")
+        self.launches_are_free = gpu.kind.launches_are_free
+        self.fp32_flops = peak_flops(gpu, "fp32")
         self.shapes = model_shapes(graph, s.tensor)
         self.device = device_of(gpu, peak_flops(gpu, precision), element_bytes(precision), c)
 
@@ -222,7 +223,7 @@ class _MicroBatchCosts:
             selective = scores + projections[0] - unread_inside + moved_inside
         floor = (
             0.0
-            if self.is_cpu
+            if self.launches_are_free
             else self.c.of_family("kernels_per_layer", self.kernels.family) * self.c.launch_seconds
         )
         forward, backward = max(forward, floor), max(backward, BACKWARD_OVER_FORWARD * floor)
@@ -628,7 +629,8 @@ def _tensor_comm_seconds(
 def _collective_launch_seconds(priced: PricedLayout) -> float:
     """Return the host's seconds for the launches around one tensor-parallel collective."""
     c, s, cluster = priced.constants, priced.strategy, priced.cluster
-    if priced.traits.tensor_parallel_launch_cost == "hidden" or cluster.gpu.is_cpu:
+    is_hidden = priced.traits.tensor_parallel_launch_cost == "hidden"
+    if is_hidden or cluster.gpu.kind.launches_are_free:
         return 0.0
     crossing = s.pipeline > 1 and cluster.nodes > 1 and priced.traits.pipeline_raises_launch_cost
     return c.collective_host_seconds + (c.pipeline_host_seconds * s.tensor if crossing else 0.0)

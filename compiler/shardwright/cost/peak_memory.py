@@ -54,7 +54,7 @@ def memory_is_accepted(recipe: Recipe, memory: Memory) -> bool:
 
 def usable_bytes(problem: Problem, constants: Constants) -> int:
     """Return the bytes of a device beside the driver's and a pinned memory_headroom."""
-    driver = 0.0 if problem.cluster.gpu.is_cpu else constants.driver_share
+    driver = constants.driver_share if problem.cluster.gpu.kind.has_driver else 0.0
     headroom = problem.recipe.parallelism.memory_headroom or 0.0
     return int(problem.cluster.capacity_bytes * (1 - max(driver, headroom)))
 

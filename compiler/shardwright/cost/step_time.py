@@ -176,7 +176,8 @@ def _zero_3_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> 
     # next forward pass gathers over all ranks and makes it anew. It waits for the device at each
     # weight (partition_parameters.py, _partition_param_sec), so that its launches show: what two
     # tensor-parallel collectives a layer uncover, too.
-    launches = 0.0 if cluster.gpu.is_cpu else 2 * layers * c.collective_host_seconds
+    is_free = cluster.gpu.kind.launches_are_free
+    launches = 0.0 if is_free else 2 * layers * c.collective_host_seconds
     return micro_batch(group, node) + launches + (m - 1) * micro_batch(node, node)
 
 

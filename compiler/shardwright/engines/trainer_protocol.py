@@ -6,6 +6,7 @@ torch.distributed's. Nothing heavy is imported here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -148,6 +149,14 @@ class EngineRuntime(Protocol):
         ...
 
     def close_groups(self) -> None: ...
+
+
+def share_host_cores(plan: Plan) -> None:
+    """Give each rank of a host its share of the host's cores, for ranks on CPUs."""
+    import torch
+
+    ranks = int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node)))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def engine_runtime(plan: Plan) -> EngineRuntime:

@@ -12,6 +12,7 @@ from importlib import resources
 from typing import TypedDict
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
 from shardwright.recipe.literal_types import Fabric
 from shardwright.recipe.recipe_types import ClusterSection
 
@@ -43,6 +44,11 @@ class Gpu:
     fused_attention_gain: float = 1.0
     softmax_gain: float = 1.0
     best_product_flops: float | None = None
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Return the kind of device, with the traits that stages ask for."""
+        return CPU if self.is_cpu else GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwright.diagnostics import refusal
 from shardwright.layout.axes import rank_coordinates
+from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Memory, Time, Training
 from shardwright.layout.parameter_sharding import TensorParallelMap
@@ -241,6 +242,11 @@ class Plan:
     digests: Mapping[str, str]
     experts: tuple[str, ...] = ()
     outer: PlanDiLoCo | None = None
+
+    @property
+    def device(self) -> DeviceKind:
+        """Return the kind of device that the ranks run on."""
+        return CPU if self.is_cpu else GPU
 
     @property
     def islands(self) -> int:

@@ -230,7 +230,7 @@ def zero_settings(plan: Plan) -> JsonObject:
     held = max(rank.parameter_bytes for rank in plan.ranks) // element_bytes(
         plan.training.precision
     )
-    return zero_section(plan.strategy, numel=held * parts, is_cpu=plan.is_cpu)
+    return zero_section(plan.strategy, numel=held * parts, device=plan.device)
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:

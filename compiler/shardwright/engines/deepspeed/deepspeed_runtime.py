@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardwright.engines.trainer_protocol import Trainer
+from shardwright.engines.trainer_protocol import Trainer, share_host_cores
 from shardwright.plan.plan import Plan
 
 
@@ -21,14 +21,10 @@ def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
 def open_groups(plan: Plan) -> None:
     """Open the process groups. On a CPU, share the host's cores between its ranks."""
     import deepspeed
-    import torch
     from deepspeed.accelerator import get_accelerator
 
     if plan.is_cpu:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(
-            max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node))))
-        )
+        share_host_cores(plan)
         # A JIT-compiled shared-memory all-reduce that training never calls: skip half a minute of
         # C++.
         from deepspeed import ops

@@ -16,6 +16,7 @@ from shardwright.engines.deepspeed.ds_config_schema import (
     ds_config_schema,
     schema_mismatches,
 )
+from shardwright.layout.device_kinds import DeviceKind
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Layout
 from shardwright.layout.zero_settings import (
@@ -265,15 +266,15 @@ def _error(
 # The zero_optimization section of ds_config.json, decided with the plan.
 
 
-def zero_section(strategy: Layout, *, numel: int, is_cpu: bool) -> JsonObject:
+def zero_section(strategy: Layout, *, numel: int, device: DeviceKind) -> JsonObject:
     """Return zero_optimization, with DeepSpeed's own defaults written out where a run depends on
     them.
 
     numel: parameters on the rank that has the most. A gradient bucket is allocated whole and is not
     larger; the cost model counts it so.
     """
-    # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py); a CPU has no streams.
-    overlap = strategy.zero_stage >= 2 and not is_cpu
+    # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py).
+    overlap = strategy.zero_stage >= 2 and device.has_streams
     if strategy.zero_stage == 0:
         return {"stage": 0}
     section: dict[str, JsonValue] = {
@@ -295,9 +296,9 @@ def zero_section(strategy: Layout, *, numel: int, is_cpu: bool) -> JsonObject:
     if strategy.hpz_partition_size > 1:
         section[HPZ] = strategy.hpz_partition_size
     if strategy.offload != "none":
-        section["offload_optimizer"] = {"device": "cpu", "pin_memory": not is_cpu}
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": device.has_pinned_memory}
     if strategy.offload == "parameters":
-        section["offload_param"] = {"device": "cpu", "pin_memory": not is_cpu}
+        section["offload_param"] = {"device": "cpu", "pin_memory": device.has_pinned_memory}
     return section
 
 

@@ -46,9 +46,9 @@ def parallel_settings(plan: Plan) -> dict[str, Any]:
         "pipeline_dtype": dtype if piped else None,
         # With batched sends two ranks of an interleaved pipeline would mix up their tensors.
         "overlap_p2p_comm": s.virtual_stages > 1,
-        "batch_p2p_comm": piped and s.virtual_stages == 1 and not plan.is_cpu,
+        "batch_p2p_comm": piped and s.virtual_stages == 1 and plan.device.backend == "nccl",
         # gloo sends a buffer after the sending call has returned.
-        "deallocate_pipeline_outputs": piped and not plan.is_cpu,
+        "deallocate_pipeline_outputs": piped and plan.device.backend == "nccl",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         **recompute_settings(plan),

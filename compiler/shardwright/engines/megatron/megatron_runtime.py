@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from shardwright.engines.trainer_protocol import Trainer
+from shardwright.engines.trainer_protocol import Trainer, share_host_cores
 from shardwright.plan.plan import Plan
 
 
@@ -31,14 +31,13 @@ def open_groups(plan: Plan) -> None:
 
     local = int(os.environ["LOCAL_RANK"])
     if plan.is_cpu:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(
-            max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node))))
-        )
-        dist.init_process_group("gloo")
+        share_host_cores(plan)
+        dist.init_process_group(plan.device.backend)
     else:
         torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        dist.init_process_group(
+            plan.device.backend, device_id=torch.device(plan.device.torch_type, local)
+        )
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

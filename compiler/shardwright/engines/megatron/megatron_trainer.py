@@ -225,7 +225,7 @@ class MegatronTrainer:
         self.plan, self.settings = plan, settings
         self.shards, self.transposed = shards, shards.transposed
         self.mine, self.found = plan.ranks[dist.get_rank()], found
-        self.device = torch.device("cpu" if plan.is_cpu else "cuda")
+        self.device = torch.device(plan.device.torch_type)
         for piece in found:
             # By the shape in Hugging Face's model: an expert's bias is a row of a matrix there.
             if not piece.is_buffer and len(shards.splits[piece.name].shape) < 2:

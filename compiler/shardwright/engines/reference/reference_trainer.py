@@ -53,7 +53,7 @@ class ReferenceTrainer:
 
     def __init__(self, plan: Plan, model: nn.Module, transposed: frozenset[str]) -> None:
         self.plan, self.transposed = plan, transposed
-        self.device = torch.device("cpu" if plan.is_cpu else "cuda")
+        self.device = torch.device(plan.device.torch_type)
         self.engine = model.to(self.device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
