@@ -97,7 +97,7 @@ def killed(phase: str, out: Path, whole: Path) -> None:
     assert max(step for step, _ in published_steps(out / "checkpoints")) >= step - saver.EVERY
     ended = saver.train(out)
     assert (ended.signal, ended.refused) == (0, ())
-    assert "ended without a word" in ended.said
+    assert "died without cleaning up" in ended.said
     check_finished(out, whole)
 
 
@@ -256,7 +256,7 @@ def test_a_lease_left_on_another_host(
     (out / "run" / "lease").write_text(json.dumps(asdict(gone)))
     ended = saver.train(out)
     assert (ended.signal, ended.refused) == (0, ())
-    assert "the run on host b, process 7 ended without a word" in ended.said
+    assert "the run on host b, process 7 died without cleaning up" in ended.said
     check_finished(out, whole)
 
 

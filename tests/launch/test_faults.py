@@ -326,7 +326,7 @@ def test_a_stale_lock(tmp_path: Path, whole: Path, proved: Proved) -> None:
     )
     reached = steps(out)
     again = shardwright("run", out)
-    assert again.returncode == 0 and "ended without a word" in again.stderr, again.stderr
+    assert again.returncode == 0 and "died without cleaning up" in again.stderr, again.stderr
     assert json.loads((out / "run" / "attempt.json").read_text())["attempt"] == 2
     figures = {"steps_before": reached, "then": said(again)}
     proved("faults", "a stale lock: every process killed at once", figures)
