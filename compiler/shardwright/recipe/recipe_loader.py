@@ -65,7 +65,11 @@ def read_measured(named: JsonValue, directory: str) -> MeasurementsFile:
         help = "Name the file without a sha256 to take it as it is, or restore the measured file."
         raise refusal("SW1303", message, help, KEY)
     try:
-        measurements = read_record(Measurements, parse_json(content))
+        parsed = parse_json(content)
+    except ValueError as error:
+        raise _unusable(path, f"not JSON: {error}") from None
+    try:
+        measurements = read_record(Measurements, parsed)
         if wrong := next(_invalid_numbers(measurements, ""), ""):
             raise ValueError(wrong)
     except ValueError as error:
@@ -112,7 +116,7 @@ _ABOVE_ZERO = (
 
 def _unusable(path: str, why: str) -> Refusal:
     shown = quote_text(os.path.normpath(path), 200)
-    message = f"cluster.measured: {shown} is no measurements file: {' '.join(why.split())[:300]}"
+    message = f"cluster.measured: {shown} is not a measurements file: {' '.join(why.split())[:300]}"
     return refusal("SW1302", message, _MEASURE_HELP, KEY)
 
 

@@ -227,7 +227,10 @@ def test_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         tmp_path, "gemma.yaml", model={"source": "google/gemma-2-9b", "weights": "random"}
     )
     assert main(["explain", gemma, "--why-not", "target=megatron"]) == 0
-    assert "error[SW2051]: target: megatron: it has no gemma2" in capsys.readouterr().out
+    assert (
+        "error[SW2051]: target: megatron: it does not support the model type 'gemma2'"
+        in capsys.readouterr().out
+    )
     assert main(["explain", path, "--why-not", "target=fsdp"]) == 1
     assert "SW3303" in capsys.readouterr().err
 

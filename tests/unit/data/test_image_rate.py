@@ -96,7 +96,7 @@ def test_prepare_prints_it(prepared: Path, capsys: pytest.CaptureFixture[str]) -
     (row,) = (line for line in lines if line.startswith("chat ") and line.endswith(" 0"))
     assert "%" in row and "[[noise" in "\n".join(lines)
     assert main(["prepare", str(prepared), "--json"]) == 0
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)["pictures"]
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)["images"]
     assert said["cores"] == 1 and said["images_per_core_second"] > said["wanted"] > 0
 
 

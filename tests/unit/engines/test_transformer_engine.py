@@ -66,8 +66,8 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "latent attention": ({"model.config": DEEPSEEK}, ""),
     "rows of one stream": ({"data": {**TEXT, "packing": False}}, ""),
     "CPU ranks": ({"cluster.gpu": "cpu"}, "run on GPUs alone"),
-    "fp32": ({"training.precision": "fp32"}, "does not take fp32"),
-    "packed documents": ({"data": {**TEXT, "packing": True}}, "mask of their own"),
+    "fp32": ({"training.precision": "fp32"}, "does not run in fp32"),
+    "packed documents": ({"data": {**TEXT, "packing": True}}, "need an attention mask"),
     "packed validation": (
         {
             "validation": {
@@ -78,7 +78,7 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
                 "every_steps": 1,
             }
         },
-        "mask of their own",
+        "need an attention mask",
     ),
     "GPT-OSS": ({"model.config": OSS}, "'gpt_oss' are this project's own"),
     "latent attention over tensor ranks": (
@@ -91,7 +91,7 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "windows over context ranks": (
         {"model.config": WINDOWS, "parallelism": OVER_CONTEXT},
-        "has windows",
+        "has sliding windows",
     ),
     "whole experts over tensor ranks": (
         {"model.config": EXPERTS, "parallelism": {**OVER_TENSOR, "expert_tensor": 1}},

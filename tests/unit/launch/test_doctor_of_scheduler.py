@@ -220,7 +220,7 @@ def test_a_hostfile_is_refused_as_by_run(
     )
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     assert cli.main(["doctor", str(tmp_path / "o"), "--hostfile", str(tmp_path / "hosts")]) == 1
-    assert "error[SW6003]: a hostfile has no use" in capsys.readouterr().err
+    assert "error[SW6003]: --hostfile cannot be used" in capsys.readouterr().err
     assert site.called() == ""
 
 
