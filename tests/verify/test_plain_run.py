@@ -3,6 +3,7 @@ freezes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,14 @@ from tests.zoo.configs import tiny_config
 IDS = torch.arange(3, 19)[None]
 
 
-class StubGraph(SimpleNamespace):
+@dataclass(frozen=True, eq=False)
+class StubGraph:
     """Stands in for a ModelGraph, whose answers are cached by hash."""
 
-    __hash__ = object.__hash__
+    cut: Any
+    layers: list[Any]
+    tied: tuple[str, ...]
+    identity: str
 
 
 def adapted(
