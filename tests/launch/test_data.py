@@ -109,7 +109,7 @@ from pathlib import Path
 from shardwright.parallel import micro_batches as batches
 from shardwright.train import training_worker as worker
 
-plain = batches.Batches.micro_batches
+plain = batches.TrainingBatches.micro_batches
 
 def recorded(self, step, data_rank):
     found = plain(self, step, data_rank)
@@ -120,7 +120,7 @@ def recorded(self, step, data_rank):
         file.write(json.dumps(line) + "\\n")
     return found
 
-batches.Batches.micro_batches = recorded
+batches.TrainingBatches.micro_batches = recorded
 raise SystemExit(worker.main())
 """
 

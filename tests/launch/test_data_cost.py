@@ -28,7 +28,7 @@ from pathlib import Path
 from shardwright.parallel import micro_batches as batches
 from shardwright.train import training_worker as worker
 
-plain, spent = batches.Batches.micro_batches, []
+plain, spent = batches.TrainingBatches.micro_batches, []
 
 def timed(self, step, data_rank):
     began = time.perf_counter()
@@ -37,7 +37,7 @@ def timed(self, step, data_rank):
     Path(sys.argv[0]).with_name("run").joinpath(f"spent-{os.environ['RANK']}.json").write_text(json.dumps(spent))
     return found
 
-batches.Batches.micro_batches = timed
+batches.TrainingBatches.micro_batches = timed
 raise SystemExit(worker.main())
 """
 

@@ -99,8 +99,30 @@ def wanted(path: Path) -> Iterator[tuple[str, str]]:
 
 def _in_text(text: str) -> Iterator[tuple[str, str]]:
     yield from ((module, "") for module in RUN.findall(text))
-    for module, names in IMPORT.findall(text):
+    imports = IMPORT.findall(text)
+    for module, names in imports:
         yield from ((module, name) for name in names.split(", "))
+    if imports:
+        yield from _attributes(text)
+
+
+def _attributes(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the names that a program in a text reads or replaces in modules of this repository."""
+    try:
+        program = ast.parse(text)
+    except SyntaxError:
+        return
+    modules = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(program)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in HOMES
+        for alias in node.names
+    }
+    for node in ast.walk(program):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id)
+            if module is not None and file_of(module) is not None:
+                yield module, node.attr
 
 
 def missing(path: Path) -> list[str]:
@@ -161,6 +183,10 @@ def test_make_runs_what_is_there() -> None:
         ("p = 'tests.figures.worst_of_ranks.anything'", []),
         ("p = 'import sys; from tests.figures import as_json, nothing'", ["tests.figures nothing"]),
         ("p = 'python -m tests.prove'", ["tests.prove"]),
+        (
+            "p = 'from shardwright.cost import layer_shapes as a; a.nothing = a.model_shapes'",
+            ["shardwright.cost.layer_shapes nothing"],
+        ),
     ],
 )
 def test_the_search_finds_what_is_gone(source: str, named: list[str], tmp_path: Path) -> None:

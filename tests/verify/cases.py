@@ -61,7 +61,7 @@ TensorSplitter._cut = as_one_block
         TENSOR,
         """
 from shardwright.parallel import tensor_parallel_collectives as regions
-regions._Leave.forward = staticmethod(lambda ctx, x, group: x.clone())
+regions._ReduceFromTensorRegion.forward = staticmethod(lambda ctx, x, group: x.clone())
 """,
     ),
     "a tied gradient that stays on its stage": (
@@ -87,12 +87,12 @@ Skeleton.head = lambda self, state: head(self, state) * self.model.logit_scale
         """
 from shardwright.engines.deepspeed import deepspeed_groups as experts
 from deepspeed.utils import groups
-plain = experts._mark
+plain = experts._mark_expert
 def summed_over_other_experts(name, parameter):
     groups._EXPERT_DATA_PARALLEL_GROUP[name] = groups._EXPERT_PARALLEL_GROUP[name]
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = groups._EXPERT_PARALLEL_GROUP_RANKS[name]
     plain(name, parameter)
-experts._mark = summed_over_other_experts
+experts._mark_expert = summed_over_other_experts
 """,
     ),
     "experts without an all-to-all in the backward pass": (
@@ -105,7 +105,7 @@ def own_rows(ctx, gradient):
     rows = min(len(kept), len(gradient))
     kept[:rows] = gradient[:rows]
     return kept, None, None, None
-dispatch._Exchange.backward = staticmethod(own_rows)
+dispatch._TokenAllToAll.backward = staticmethod(own_rows)
 """,
     ),
     "attention without an all-to-all in the backward pass": (
@@ -117,7 +117,7 @@ from shardwright.parallel import context_parallel as exchange
 def own_piece(ctx, gradient):
     split, join, group = ctx.back
     return torch.cat(gradient.chunk(2, dim=split), dim=join), None, None, None
-exchange._Trade.backward = staticmethod(own_piece)
+exchange._HeadsAllToAll.backward = staticmethod(own_piece)
 """,
     ),
     "labels shifted after the cut": (
@@ -127,12 +127,12 @@ exchange._Trade.backward = staticmethod(own_piece)
 import torch.nn.functional as F
 from dataclasses import replace
 from shardwright.engines.deepspeed import deepspeed_trainers as base
-plain = base.own_piece
+plain = base.contiguous_shard
 def shifted_late(batch, rank, ranks):
     piece = plain(batch, rank, ranks)
     labels = batch.labels.chunk(ranks, dim=1)[rank]
     return replace(piece, labels=F.pad(labels[:, 1:], (0, 1), value=-100))
-base.own_piece = shifted_late
+base.contiguous_shard = shifted_late
 """,
     ),
     "a mask made for the local piece": (
@@ -262,8 +262,8 @@ batches._micro_batch = joined
         {"model": {"loss": "chunked"}},
         """
 from shardwright.parallel.distributed_losses import ChunkedLoss
-plain = ChunkedLoss._chunk
-ChunkedLoss._chunk = lambda self, hidden, target: plain(self, (hidden + hidden.detach()) / 2, target)
+plain = ChunkedLoss.__call__
+ChunkedLoss.__call__ = lambda self, hidden, labels: plain(self, (hidden + hidden.detach()) / 2, labels)
 """,  # noqa: E501
     ),
     "offload": (
@@ -295,13 +295,13 @@ lora.lora_config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 
         {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}},
         """
 from shardwright.parallel import lora_adapters as lora
-plain = lora.inject
+plain = lora.inject_lora
 def doubled_in_shared_experts(model, section, paths):
     plain(model, section, paths)
     for name, module in model.named_modules():
         if "shared_experts" in name and hasattr(module, "scaling"):
             module.scaling = {key: 2 * scale for key, scale in module.scaling.items()}
-lora.inject = doubled_in_shared_experts
+lora.inject_lora = doubled_in_shared_experts
 """,
     ),
     "freeze": (
