@@ -209,7 +209,7 @@ def test_checkpoints_go_on_in_another_layout_and_export(tmp_path: Path) -> None:
     assert model(**inputs).logits.isfinite().all()
     said = must(
         shardwright(
-            "generate", hf, "--prompt", "What is it?", "--image", name, "--tokens", 4, "--json"
+            "generate", hf, "--prompt", "What is it?", "--image", file, "--tokens", 4, "--json"
         )
     )
     assert json.loads(said.stdout)["prompt_tokens"] == inputs["input_ids"].shape[1]
