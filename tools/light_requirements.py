@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"deepspeed", "torch", "transformers"}
-TOOLS = {"hypothesis", "import-linter", "pytest", "pytest-xdist", "ruff"}
+TOOLS = {"hypothesis", "import-linter", "jsonschema", "pytest", "pytest-xdist", "ruff"}
 
 
 def requirements() -> list[str]:
