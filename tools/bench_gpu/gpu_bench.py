@@ -115,7 +115,7 @@ def _trainer(plan: Plan, folder: Path) -> dict[str, Any]:
     if not importlib.util.find_spec("accelerate"):
         return {"why": "accelerate is not installed"}
     out = folder / "trainer.json"
-    worker = Path(__file__).with_name("trainer_worker.py")
+    worker = Path(__file__).with_name("hf_trainer_worker.py")
     program = Path(sys.executable).parent / "deepspeed"
     ranks = [
         "--hostfile",
