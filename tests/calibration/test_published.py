@@ -121,7 +121,7 @@ def test_memory_that_a_source_tells_in_gib_is_compared_in_gigabytes() -> None:
 
 
 def test_the_fit_prices_experts_as_the_estimate_does() -> None:
-    """With the hooks of transformers 4, which decide how the layout is resolved, too."""
+    """Apply the hooks of transformers 4 too: they decide how the layout is resolved."""
     rows = [row for row in score.rows(ENGINE_ROWS) if row["family"] == "mixtral-moe"]
     case, c = case_of(rows[0]), default_constants()
     assert step_seconds(case, c) == pytest.approx(estimate(case, c).time.step_seconds)

@@ -420,8 +420,8 @@ class ConversationReader:
                     self.report.skip_record(problem)
                 yield
         if self.images is not None:
-            _, pictures = self.images
-            pictures.check_damaged(self.part.skip_damaged, self._records, "conversations")
+            _, image_writer = self.images
+            image_writer.check_damaged(self.part.skip_damaged, self._records, "conversations")
 
     def _encode(
         self, talk: Conversation, expand: Expand | None = None
@@ -435,22 +435,22 @@ class ConversationReader:
         images: object,
         file: str,
         image_processor: ImageProcessor,
-        pictures: ImageWriter,
+        image_writer: ImageWriter,
     ) -> None:
         """Check the images' headers, expand their placeholders, and count what is left out."""
         section = self.part.images
         assert section is not None
         messages, sources = extract_images(images, talk.messages, talk.where)
         if len(sources) > section.per_row:
-            pictures.counts.too_many_images += 1
+            image_writer.counts.too_many_images += 1
             return
         folder = Path(section.folder or Path(file).parent)
         try:
             inspected = [inspect_image(source, folder) for source in sources]
         except DamagedImage as why:
-            pictures.damaged(f"{talk.where}: {why}")
+            image_writer.damaged(f"{talk.where}: {why}")
             if not self.part.skip_damaged:
-                pictures.check_damaged(0, self._records, "conversations")
+                image_writer.check_damaged(0, self._records, "conversations")
             return
 
         def expand(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
@@ -478,4 +478,4 @@ class ConversationReader:
         number = self.writer.documents
         self.writer.add(ids, trained)
         if self.writer.documents > number:
-            pictures.add(number, inspected)
+            image_writer.add(number, inspected)

@@ -213,16 +213,16 @@ def _tokenize_source(
     """
     tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
     partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
-    writer, pictures = None, None
+    writer, image_writer = None, None
     try:
         writer = DocumentWriter(partial, tokenizer.dtype, masked=source.part.kind == "chat")
-        pictures = None if source.part.images is None else ImageWriter(partial)
+        image_writer = None if source.part.images is None else ImageWriter(partial)
         progress = ReadingProgress(
             f"tokenizing {source.part.path}", source.size_bytes, shown=max_records is None
         )
         with contextlib.closing(progress) as shown:
             report = RecordCounts(share=source.part.skip_damaged, most=max_records)
-            for _ in _read_source(source, folder, tokenizer, writer, pictures, shown, report):
+            for _ in _read_source(source, folder, tokenizer, writer, image_writer, shown, report):
                 if writer.largest_id < plan.model.vocabulary_size:
                     continue
                 raise refusal(  # at once, not after hours
@@ -232,7 +232,7 @@ def _tokenize_source(
                     "Use the tokenizer that belongs to this model, or a model with a larger "
                     "vocab_size.",
                 )
-            counts = ImageCounts(told=[]) if pictures is None else pictures.counts
+            counts = ImageCounts(told=[]) if image_writer is None else image_writer.counts
             report.check(report.share, counts.damaged, counts.told)
             report.write(partial)
         if not writer.documents and (report.left_out or counts.damaged):
@@ -248,8 +248,8 @@ def _tokenize_source(
                 f"{source.part.path!r} holds no text: {len(source.files)} files, all empty",
                 "Correct data.path, or fill the files.",
             )
-        if pictures is not None:
-            pictures.finish()
+        if image_writer is not None:
+            image_writer.finish()
         writer.finish(
             settings=source.settings, kind=source.part.kind, source_bytes=source.size_bytes
         )
@@ -264,8 +264,8 @@ def _tokenize_source(
         if writer is not None:
             with contextlib.suppress(OSError):  # a full disk refuses buffered data, too
                 writer.close()
-                if pictures is not None:
-                    pictures.close()
+                if image_writer is not None:
+                    image_writer.close()
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -274,20 +274,22 @@ def _read_source(
     folder: Path,
     tokenizer: Tokenizer,
     writer: DocumentWriter,
-    pictures: ImageWriter | None,
+    image_writer: ImageWriter | None,
     shown: ReadingProgress,
     report: RecordCounts,
 ) -> Iterator[None]:
     """Yield after each batch that is written."""
     part, images = source.part, source.part.images
-    if images is None or pictures is None:
+    if images is None or image_writer is None:
         if part.kind != "chat":
             return _read_texts(part, source.files, tokenizer, writer, shown, report)
         return ConversationReader(part, tokenizer, writer, report).read(source.files, shown)
     if has_image_captions(part):
         pairs = ContrastiveProcessor(folder / str(part.tokenizer), images)
-        return ImageCaptionReader(part, pairs, writer, pictures, report).read(source.files, shown)
-    with_images = ImageProcessor(folder / str(part.tokenizer), images), pictures
+        return ImageCaptionReader(part, pairs, writer, image_writer, report).read(
+            source.files, shown
+        )
+    with_images = ImageProcessor(folder / str(part.tokenizer), images), image_writer
     reader = ConversationReader(part, tokenizer, writer, report, with_images)
     return reader.read(source.files, shown)
 

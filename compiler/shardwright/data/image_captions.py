@@ -110,7 +110,7 @@ class ContrastiveProcessor:
 class ImageCaptionReader:
     """Read one source. Raises SW6110, SW6134, SW6135, SW6138.
 
-    writer, pictures: writers of the same folder.
+    writer, image_writer: writers of the same folder.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class ImageCaptionReader:
         part: DataSection,
         processor: ContrastiveProcessor,
         writer: DocumentWriter,
-        pictures: ImageWriter,
+        image_writer: ImageWriter,
         report: RecordCounts,
     ) -> None:
-        self.part, self.processor, self.writer, self.pictures, self.report = (
+        self.part, self.processor, self.writer, self.image_writer, self.report = (
             part,
             processor,
             writer,
-            pictures,
+            image_writer,
             report,
         )
         self._records = 0
@@ -155,7 +155,7 @@ class ImageCaptionReader:
             json.dumps(asdict(self.processor.padding)), encoding="utf-8"
         )
         yield
-        self.pictures.check_damaged(self.part.skip_damaged, self._records, "pairs")
+        self.image_writer.check_damaged(self.part.skip_damaged, self._records, "pairs")
 
     def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, ImageSource] | None:
         """Return (caption, image), None where the image is damaged."""
@@ -170,9 +170,9 @@ class ImageCaptionReader:
         try:
             return caption, inspect_image(source, folder)
         except DamagedImage as why:
-            self.pictures.damaged(f"{where}: {why}")
+            self.image_writer.damaged(f"{where}: {why}")
             if not self.part.skip_damaged:
-                self.pictures.check_damaged(0, self._records, "pairs")
+                self.image_writer.check_damaged(0, self._records, "pairs")
             return None
 
     def _write(self, batch: list[tuple[str, ImageSource]]) -> None:
@@ -182,7 +182,7 @@ class ImageCaptionReader:
             number = self.writer.documents
             self.writer.add(np.asarray(ids, dtype=np.int32))
             if self.writer.documents > number:
-                self.pictures.add(number, [picture])
+                self.image_writer.add(number, [picture])
 
 
 @dataclass(frozen=True, slots=True)
