@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.layout.layout import Candidate, rule
+from shardwright.recipe.literal_types import Precision
 from shardwright.utils.json_values import JsonScalar
 
 
@@ -29,12 +30,17 @@ def single_process_only(x: Candidate) -> Diagnostic | None:
     )
 
 
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+
+
 def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
     """Refuse the first key that is DeepSpeed's own or needs more than one process: SW1921."""
     launch, cluster = x.recipe.launch, x.recipe.cluster
     asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
         ("cluster.nodes", cluster.nodes or 1, (1,)),
         ("cluster.gpus_per_node", cluster.gpus_per_node, (1,)),
+        # In the engine's row too; `estimate` checks layout rules alone.
+        ("training.precision", x.recipe.training.precision, PRECISIONS),
         ("launch.launcher", launch.launcher, ("auto", "local")),
         ("launch.slurm", "given" if launch.slurm else None, (None,)),
         ("launch.kubernetes", "given" if launch.kubernetes else None, (None,)),
@@ -81,7 +87,7 @@ REFERENCE = Engine(
         chunked_loss=True,
         hpz=False,
     ),
-    precisions=("bf16", "fp32"),
+    precisions=PRECISIONS,
     optimizers={"adamw": "AdamW"},
     refusal_code="SW1921",
     refusal_reasons={"training.precision": "fp16 needs a loss scale, which it does not have"},
