@@ -12,7 +12,7 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.diagnostics.code_registry import CODES
 from tests.cli.command import shardwright
-from tests.cli.test_speed import light, within
+from tests.cli.test_speed import RUNS, light, seconds, within
 
 GOOD = '{"train_batch_size": 8}'
 BAD = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2},\n  "foo, 100%": 1\n}\n'
@@ -231,8 +231,15 @@ def test_explain_nothing(word: str, answer: str, capsys: pytest.CaptureFixture[s
     assert answer in capsys.readouterr().err
 
 
-def test_lint_and_explain_import_nothing_heavy_and_are_fast(tmp_path: Path) -> None:
+def test_lint_and_explain_import_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(GOOD)
     assert light("lint", "ds.json", folder=tmp_path) == "ok ds.json\n"
     assert light("explain", "SW4112", folder=tmp_path).startswith("SW4112")
-    assert within(0.3, 10, [sys.executable, "-m", "shardwright", "lint", "ds.json"], tmp_path)
+
+
+@pytest.mark.alone
+def test_lint_takes_0_3_seconds(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(GOOD)
+    command = [sys.executable, "-m", "shardwright", "lint", "ds.json"]
+    seconds(command, tmp_path)  # the byte code is written once
+    assert within(0.3, RUNS, command, tmp_path)
