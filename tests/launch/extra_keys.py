@@ -8,14 +8,11 @@ checkpoint.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.child_processes import free_port
 from tests.parity.harness import Case
+from tests.worker_launch import launch_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,27 +140,12 @@ def name(key: str, layout: str) -> str:
 
 def _launch(out: Path, wanted: list[tuple[str, str]]) -> str:
     """What it printed last."""
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "WANDB_MODE": "offline",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
-        "SHARDWRIGHT_EXTRA_OUT": str(out),
-        "SHARDWRIGHT_EXTRA_CASES": json.dumps(wanted),
-    }
-    program, worker = (
-        Path(sys.executable).parent / "deepspeed",
+    result = launch_worker(
         Path(__file__).with_name("extra_worker.py"),
+        2,
+        seconds=3600,
+        WANDB_MODE="offline",
+        SHARDWRIGHT_EXTRA_OUT=str(out),
+        SHARDWRIGHT_EXTRA_CASES=json.dumps(wanted),
     )
-    launch = [
-        str(program),
-        "--hostfile",
-        "none",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(free_port()),
-        str(worker),
-    ]
-    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=3600)
     return result.stdout[-6000:] + result.stderr[-3000:]

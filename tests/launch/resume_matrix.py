@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.child_processes import free_port
 from shardwright.utils.numeric_difference import max_series_diff
 from tests.parity.harness import Case
+from tests.worker_launch import launch_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, SAVED, LAST = 8, 4, 9
@@ -97,27 +94,11 @@ def differences(
 
 def _launch(world: int, work: dict[str, Any], out: Path) -> None:
     (out / "work.json").write_text(json.dumps(work))
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
-        "SHARDWRIGHT_MATRIX_OUT": str(out),
-    }
-    program, worker = (
-        Path(sys.executable).parent / "deepspeed",
+    result = launch_worker(
         Path(__file__).with_name("matrix_worker.py"),
-    )
-    launch = [
-        str(program),
-        "--hostfile",
-        "none",
-        "--num_gpus",
-        str(world),
-        "--master_port",
-        str(free_port()),
-    ]
-    result = subprocess.run(
-        [*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800
+        world,
+        seconds=1800,
+        SHARDWRIGHT_MATRIX_OUT=str(out),
     )
     done = out / f"done-{world}"
     assert done.exists(), result.stdout[-6000:] + result.stderr[-6000:]

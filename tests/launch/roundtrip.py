@@ -4,13 +4,10 @@ roundtrip_worker.py."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.child_processes import free_port
+from tests.worker_launch import launch_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -36,27 +33,11 @@ def round_trips(cases: list[tuple[str, str]], out: Path) -> dict[str, dict[str, 
     """cases: (type, layout). "type layout" -> {"same_bytes": bool, "logits": largest difference
     after five steps}."""
     (out / "cases.json").write_text(json.dumps(cases))
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
-        "SHARDWRIGHT_ROUNDTRIP_OUT": str(out),
-    }
-    program, worker = (
-        Path(sys.executable).parent / "deepspeed",
+    result = launch_worker(
         Path(__file__).with_name("roundtrip_worker.py"),
-    )
-    launch = [
-        str(program),
-        "--hostfile",
-        "none",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    result = subprocess.run(
-        [*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800
+        2,
+        seconds=1800,
+        SHARDWRIGHT_ROUNDTRIP_OUT=str(out),
     )
     assert (out / "found.json").exists(), result.stdout[-6000:] + result.stderr[-6000:]
     found: dict[str, dict[str, Any]] = json.loads((out / "found.json").read_text())

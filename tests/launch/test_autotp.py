@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,10 @@ from shardwright.compile.recipe_compiler import CompileResult, compile_recipe
 from shardwright.engines.deepspeed.deepspeed_capabilities import AUTOTP_FILE
 from shardwright.engines.deepspeed.deepspeed_files import AUTOTP_VERIFIED_TYPES
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.child_processes import free_port
 from shardwright.utils.numeric_difference import largest_difference, max_series_diff
 from tests.parity.harness import LOSS_ABSOLUTE
 from tests.parity.models import GPT2, LLAMA
+from tests.worker_launch import launch_worker
 from tests.zoo.configs import TEXT_VOCABULARY, tiny_config
 
 pytestmark = pytest.mark.launch
@@ -67,26 +65,12 @@ def compiled(config: dict[str, Any], folder: Path, zero_stage: int) -> CompileRe
 
 
 def launch(folder: Path, names: list[str]) -> None:
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "AUTOTP_CASES": os.pathsep.join(str(folder / name) for name in names),
-    }
-    program, worker = (
-        Path(sys.executable).parent / "deepspeed",
+    done = launch_worker(
         Path(__file__).with_name("autotp_worker.py"),
+        2,
+        seconds=600,
+        AUTOTP_CASES=os.pathsep.join(str(folder / name) for name in names),
     )
-    command = [
-        str(program),
-        "--hostfile",
-        "none",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(free_port()),
-        str(worker),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     written = [
         (folder / name / f"result-{rank}.json").exists() for name in names for rank in (0, 1)
     ]

@@ -4,48 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.child_processes import free_port
 from tests.figures import worst_of_ranks
+from tests.worker_launch import launch_worker
 
 
 def start(worker: str, cases: Mapping[str, Any], out: Path) -> str:
     """A worker of this folder under the real launcher, once; its output. All cases of one world
     size."""
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            [
-                str(Path(__file__).resolve().parents[2]),
-                *filter(None, [os.environ.get("PYTHONPATH")]),
-            ]
-        ),
-        "SHARDWRIGHT_CASES_OUT": str(out),
-        "SHARDWRIGHT_CASES": json.dumps(
+    out.mkdir(parents=True, exist_ok=True)
+    (ranks,) = {case.world for case in cases.values()}
+    result = launch_worker(
+        Path(__file__).with_name(worker),
+        ranks,
+        seconds=1800,
+        SHARDWRIGHT_CASES_OUT=str(out),
+        SHARDWRIGHT_CASES=json.dumps(
             {name: dataclasses.asdict(case) for name, case in cases.items()}
         ),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    program, script = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name(worker)
-    (ranks,) = {str(case.world) for case in cases.values()}
-    launch = [
-        str(program),
-        "--hostfile",
-        "none",
-        "--num_gpus",
-        ranks,
-        "--master_port",
-        str(free_port()),
-        str(script),
-    ]
-    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=1800)
+    )
     return result.stdout[-3000:] + result.stderr[-3000:]
 
 

@@ -23,20 +23,17 @@ from deepspeed import comm as dist
 from deepspeed import ops
 
 from shardwright.checkpoint.checkpoint_saver import check_master_weights
-from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import StepResult, Trainer
-from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.training_session import check_parameters
 from shardwright.train.training_worker import leave
 from tests.figures import training_apart
-from tests.parity.engine_groups import share_groups
+from tests.parity.engine_groups import compile_folder, from_rank_0, share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs
 
 PLAIN_TOTAL = CausalLoss.total
@@ -58,21 +55,12 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 
 
 def compiled(case: Case, folder: Path, **sections: object) -> Plan:
-    """Collective. The folder is written by rank 0. sections: of the recipe, beside the case's."""
-    rank = dist.get_rank()
-    if rank == 0:
+    """Collective. sections: of the recipe, beside the case's."""
+    if dist.get_rank() == 0:
         write_inputs(case, folder)
         document = json.loads((folder / "recipe.yaml").read_text())
         (folder / "recipe.yaml").write_text(json.dumps(document | sections))
-    dist.barrier()
-    with CONTEXT_PARALLEL.aside():  # the case before may have switched it on
-        made = compile_recipe(load_recipe(folder / "recipe.yaml"))
-    if rank == 0:
-        for name, content in made.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-    dist.barrier()
-    return made.plan
+    return compile_folder(folder)
 
 
 def train(plan: Plan, folder: Path, trainer: Trainer, first: int, last: int) -> list[StepResult]:
@@ -89,8 +77,7 @@ def train(plan: Plan, folder: Path, trainer: Trainer, first: int, last: int) -> 
 def difference(case: Case, folder: Path, results: list[StepResult]) -> dict[str, float]:
     """From one plain process of the case's precision."""
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    with CONTEXT_PARALLEL.aside():
-        wanted = reference(case, np.load(folder / "tokens.npy"), dtype)
+    wanted = from_rank_0(lambda: reference(case, np.load(folder / "tokens.npy"), dtype))
     return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
 
 

@@ -14,18 +14,21 @@ from shardwright.verify.reference_run import Reference
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
 from tests.parity.contrastive import PairCase, recipe, reference, without_gradient, write_pairs
+from tests.parity.engine_groups import from_rank_0
 from tests.parity.image_case_worker import trained
 
 
 def measure(case: PairCase, folder: Path) -> dict[str, float]:
     pictures = folder.parents[1] / "pairs"
     _, trainer, results = trained(recipe(case), folder, pictures, write_pairs)
-    wanted = reference(
-        case.model,
-        pictures,
-        folder / "tokenizer",
-        case.steps,
-        tuple("vision_model" for _ in case.freeze),
+    wanted = from_rank_0(
+        lambda: reference(
+            case.model,
+            pictures,
+            folder / "tokenizer",
+            case.steps,
+            tuple("vision_model" for _ in case.freeze),
+        )
     )
     figures = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**figures, "weights": weights_of_ranks(trainer, wanted)}

@@ -20,17 +20,15 @@ import torch.nn.functional as F
 from deepspeed import comm as dist
 from deepspeed import ops
 
-from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.parallel.tensor_parallel_collectives import seed_dropout
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.training_worker import leave
 from tests.parity.dropout_cases import LAYOUTS, MODELS
-from tests.parity.engine_groups import share_groups
+from tests.parity.engine_groups import compile_folder, share_groups
 
 STEPS, LENGTH, BATCH = 2, 16, 4
 
@@ -66,14 +64,7 @@ def compiled(
             },
         }
         (folder / "recipe.yaml").write_text(json.dumps(recipe))
-    dist.barrier()
-    made = compile_recipe(load_recipe(folder / "recipe.yaml"))
-    if dist.get_rank() == 0:
-        for name, content in made.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-    dist.barrier()
-    return made.plan
+    return compile_folder(folder)
 
 
 class Masks:

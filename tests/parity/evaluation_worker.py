@@ -31,6 +31,7 @@ from shardwright.train.training_session import Session
 from shardwright.train.training_worker import train_steps
 from shardwright.utils.numeric_difference import max_series_diff
 from tests.parity.cases_worker import compiled, main, train
+from tests.parity.engine_groups import from_rank_0
 from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference
 from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
@@ -179,8 +180,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     steps = sum(a != b for a, b in zip(plain, between, strict=True))
     if case.model.endswith(DROPOUT):
         return {**beside_dropout(plan, folder, case, rows), "steps": steps}
-    with CONTEXT_PARALLEL.aside():
-        trained = reference(case, np.load(folder / "tokens.npy")).weights
+    trained = from_rank_0(lambda: reference(case, np.load(folder / "tokens.npy")).weights)
     return {**evaluated(plan, folder, trainer, case, rows, trained), "steps": steps}
 
 

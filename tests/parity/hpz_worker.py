@@ -35,6 +35,7 @@ from shardwright.plan.plan import Plan
 from shardwright.train.training_worker import leave
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff, max_series_diff
 from tests.parity.cases_worker import begin, compiled, difference, train
+from tests.parity.engine_groups import from_rank_0
 from tests.parity.harness import STEPS, Case, reference
 from tests.parity.models import LLAMA, MODELS
 
@@ -72,7 +73,7 @@ def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -
     not hold the same: shards, adapters, other precisions."""
     if case.tensor > 1 or case.lora_rank or case.precision != "fp32":
         return 0.0
-    wanted = reference(case, np.load(folder / "tokens.npy")).weights
+    wanted = from_rank_0(lambda: reference(case, np.load(folder / "tokens.npy")).weights)
     fragments = trainer.owned_shards()
     return fragments_apart(fragments, trainer.transposed, wanted)
 

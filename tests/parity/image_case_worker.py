@@ -13,7 +13,6 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
@@ -21,7 +20,7 @@ from shardwright.engines.trainer_protocol import StepResult, Trainer
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import TrainingBatches, build_image_processor
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_loader import load_recipe
+from tests.parity.engine_groups import compile_folder
 
 
 def trained(
@@ -41,15 +40,11 @@ def trained(
             write(pictures)
         document["data"]["path"] = str(pictures / "data.jsonl")
         (folder / "recipe.yaml").write_text(json.dumps(document))
-    dist.barrier()
-    made = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    plan = compile_folder(folder)
     if rank == 0:
-        for name, content in made.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        prepare(made.plan, folder, limit_bytes=None)
+        prepare(plan, folder, limit_bytes=None)
     dist.barrier()
-    plan, trainer = made.plan, build_trainer(made.plan, folder)
+    trainer = build_trainer(plan, folder)
     data = open_dataset(plan, folder)
     assert rows is None or len(data.train) == rows, f"{rows - len(data.train)} rows are left out"
     batches = TrainingBatches(plan, data, build_image_processor(plan, folder))

@@ -17,12 +17,13 @@ from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.data.sequences import SequenceBatch
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
-from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.plan.plan import Plan
 from tests.figures import training_apart
 from tests.parity.cases_worker import compiled, main, train
+from tests.parity.engine_groups import from_rank_0
 from tests.parity.harness import BETAS, DECAY, EPS, LENGTH, LR, SEED, STEPS, WARMUP, Case
 from tests.parity.models import MODELS
-from tests.parity.reference import initial_model
+from tests.parity.reference import Reference, initial_model
 from tests.parity.reference import train as plain_train
 from tests.parity.router_aux_loss import add_balance
 
@@ -48,21 +49,24 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         prepare(plan, folder, limit_bytes=2**30)
     dist.barrier()
     results = train(plan, folder, build_trainer(plan, folder), 1, STEPS)
+    wanted = from_rank_0(lambda: plain_run(plan, folder, case))
+    return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
+
+
+def plain_run(plan: Plan, folder: Path, case: Case) -> Reference:
     opened = open_dataset(plan, folder)
     model = initial_model(MODELS[case.model], SEED)
     add_balance(model, case.balance / case.batch)
-    with CONTEXT_PARALLEL.aside():
-        wanted = plain_train(
-            model,
-            [list(rows(opened.train.read(opened.order.indices(k)))) for k in range(1, STEPS + 1)],
-            lr=LR,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=DECAY,
-            warmup=WARMUP,
-            clipping=case.clipping,
-        )
-    return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
+    return plain_train(
+        model,
+        [list(rows(opened.train.read(opened.order.indices(k)))) for k in range(1, STEPS + 1)],
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
+        warmup=WARMUP,
+        clipping=case.clipping,
+    )
 
 
 def write_talks(folder: Path, number: int, shortest: int) -> None:

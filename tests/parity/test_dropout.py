@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwright.utils.child_processes import free_port
 from tests.figures import same
 from tests.parity.dropout_cases import LAYOUTS
+from tests.worker_launch import launch_worker
 
 pytestmark = pytest.mark.launch
 
@@ -26,33 +23,13 @@ MODELS = ("gpt2", "opt")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("dropout")
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            [
-                str(Path(__file__).resolve().parents[2]),
-                *filter(None, [os.environ.get("PYTHONPATH")]),
-            ]
-        ),
-        "SHARDWRIGHT_DROPOUT_OUT": str(out),
-        "SHARDWRIGHT_DROPOUT_MODELS": ",".join(MODELS),
-    }
-    program, worker = (
-        Path(sys.executable).parent / "deepspeed",
+    result = launch_worker(
         Path(__file__).with_name("dropout_worker.py"),
+        4,
+        seconds=600,
+        SHARDWRIGHT_DROPOUT_OUT=str(out),
+        SHARDWRIGHT_DROPOUT_MODELS=",".join(MODELS),
     )
-    launch = [
-        str(program),
-        "--hostfile",
-        "none",
-        "--num_gpus",
-        "4",
-        "--master_port",
-        str(free_port()),
-        str(worker),
-    ]
-    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=600)
     assert (out / "figures.json").exists(), result.stdout[-3000:] + result.stderr[-3000:]
     figures: dict[str, dict[str, Any]] = json.loads((out / "figures.json").read_text())
     return figures

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,32 +20,15 @@ from shardwright.parallel.layer_compile_and_recompute import recompute_forward
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.plan.plan import PlanScheduler
 from shardwright.recipe.recipe_types import OptimizerSection
-from shardwright.utils.child_processes import free_port
+from tests.worker_launch import launch_worker
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """traps_worker.py under the real launcher, once: every figure of rank 0 by name."""
     out = tmp_path_factory.mktemp("traps") / "figures.json"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "SHARDWRIGHT_TRAPS_OUT": str(out)}
-    program = Path(sys.executable).parent / "deepspeed"
     worker = Path(__file__).with_name("traps_worker.py")
-    result = subprocess.run(
-        [
-            str(program),
-            "--hostfile",
-            "none",
-            "--num_gpus",
-            "2",
-            "--master_port",
-            str(free_port()),
-            str(worker),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = launch_worker(worker, 2, seconds=300, SHARDWRIGHT_TRAPS_OUT=str(out))
     assert out.exists(), result.stdout[-2000:] + result.stderr[-2000:]
     found: dict[str, list[float]] = json.loads(out.read_text())
     return found

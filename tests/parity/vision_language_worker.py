@@ -16,6 +16,7 @@ from shardwright.utils.numeric_difference import largest_difference, max_abs_dif
 from shardwright.verify.reference_run import Reference
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
+from tests.parity.engine_groups import from_rank_0
 from tests.parity.image_case_worker import trained
 from tests.parity.vision_language import (
     ROWS,
@@ -38,14 +39,16 @@ def measure(case: SightCase, folder: Path) -> dict[str, float]:
     pictures = folder.parents[1] / "pictures"
     document = recipe(case, pictures / CUTTING if case.tiles else None)
     plan, trainer, results = trained(document, folder, pictures, _write, ROWS)
-    wanted = reference(
-        case.model,
-        case.tied,
-        pictures,
-        folder / "tokenizer",
-        tuple(case.freeze),
-        case.lora,
-        case.steps,
+    wanted = from_rank_0(
+        lambda: reference(
+            case.model,
+            case.tied,
+            pictures,
+            folder / "tokenizer",
+            tuple(case.freeze),
+            case.lora,
+            case.steps,
+        )
     )
     figures = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**figures, "weights": weights_of_ranks(plan, trainer, wanted)}

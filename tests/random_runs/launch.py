@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.monitor.rank_events import is_secondary_failure
-from shardwright.utils.child_processes import free_port
 from tests.random_runs.draw import Case, draw
+from tests.worker_launch import launch_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS_A_LAUNCH = 25
@@ -49,30 +48,14 @@ def _launched(seeds: list[int], world: int, out: Path) -> dict[int, dict[str, An
     found: dict[int, dict[str, Any]] = {}
     left = list(seeds)
     while left:
-        environment = {
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
-            "SHARDWRIGHT_RANDOM_OUT": str(out),
-            "SHARDWRIGHT_RANDOM_SEEDS": ",".join(map(str, left[:RUNS_A_LAUNCH])),
-            "SHARDWRIGHT_CACHE": "off",
-        }
-        program, script = (
-            Path(sys.executable).parent / "deepspeed",
+        done = launch_worker(
             Path(__file__).with_name("worker.py"),
-        )
-        launch = [
-            str(program),
-            "--hostfile",
-            "none",
-            "--num_gpus",
-            str(world),
-            "--master_port",
-            str(free_port()),
-        ]
-        done = subprocess.run(
-            [*launch, str(script)], env=environment, capture_output=True, text=True, timeout=3000
+            world,
+            seconds=3000,
+            OMP_NUM_THREADS="1",
+            SHARDWRIGHT_RANDOM_OUT=str(out),
+            SHARDWRIGHT_RANDOM_SEEDS=",".join(map(str, left[:RUNS_A_LAUNCH])),
+            SHARDWRIGHT_CACHE="off",
         )
         read = _read(out, world)
         if not set(read) & set(left):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from shardwright.monitor.rank_events import is_secondary_failure
-from shardwright.utils.child_processes import free_port
 from tests.figures import worst_of_ranks
+from tests.worker_launch import launch_worker
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5
 GRADIENT_ABSOLUTE = 2e-5
@@ -19,7 +16,6 @@ GRADIENT_ABSOLUTE = 2e-5
 gradient, whose norm is clipped to 0.5, where experts or rows are shared out."""
 
 OFF = ("loss", "norm", "weights", "gradient")
-ROOT = Path(__file__).resolve().parents[2]
 TYPES_A_LAUNCH = 64
 
 
@@ -41,31 +37,15 @@ def run_types(
     died: dict[str, dict[str, Any]] = {}
     left = list(types)
     while left:
-        environment = {
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
-            "SHARDWRIGHT_ZOO_OUT": str(out),
-            "SHARDWRIGHT_ZOO_TYPES": ",".join(left[:TYPES_A_LAUNCH]),
-            "SHARDWRIGHT_ZOO_LAYOUT": layout,
-            "SHARDWRIGHT_ZOO_KIND": kind,
-            "SHARDWRIGHT_CACHE": "off",
-        }
-        program, script = (
-            Path(sys.executable).parent / "deepspeed",
+        result = launch_worker(
             Path(__file__).with_name(worker),
-        )
-        launch = [
-            str(program),
-            "--hostfile",
-            "none",
-            "--num_gpus",
-            str(ranks),
-            "--master_port",
-            str(free_port()),
-        ]
-        result = subprocess.run(
-            [*launch, str(script)], env=environment, capture_output=True, text=True, timeout=1800
+            ranks,
+            seconds=1800,
+            SHARDWRIGHT_ZOO_OUT=str(out),
+            SHARDWRIGHT_ZOO_TYPES=",".join(left[:TYPES_A_LAUNCH]),
+            SHARDWRIGHT_ZOO_LAYOUT=layout,
+            SHARDWRIGHT_ZOO_KIND=kind,
+            SHARDWRIGHT_CACHE="off",
         )
         found = {**read(out, ranks), **died}
         rest = [t for t in left if t not in found]

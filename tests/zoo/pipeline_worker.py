@@ -26,7 +26,6 @@ from deepspeed import comm as dist
 from deepspeed import ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
@@ -35,19 +34,17 @@ from shardwright.models import graph_trace
 from shardwright.models.layer_trace import ModelTrace
 from shardwright.models.model_graph import PipelineSplit, name_pattern
 from shardwright.models.tensor_parallel_plan import proved, unsplit_parameters
-from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.expert_parallel import local_expert_range
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.parallel.parameter_names import is_padding
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.training_session import check_parameters
 from shardwright.train.training_worker import leave
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart
-from tests.parity.engine_groups import share_groups
+from tests.parity.engine_groups import compile_folder, from_rank_0, share_groups
 from tests.parity.reference import Reference, token_rows, train
 from tests.zoo.configs import TEXT_VOCABULARY, base_type, build, tiny_config
 
@@ -108,23 +105,15 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         AutoConfig.for_model(**tiny_config(model_type)).save_pretrained(folder / "weights")
         np.save(folder / "tokens.npy", tokens)
         (folder / "recipe.yaml").write_text(json.dumps(recipe(model_type, folder)))
-    dist.barrier()
     if KIND:
         proved()[base_type(model_type)] = KIND
         unsplit_parameters().pop(base_type(model_type), None)
-    with CONTEXT_PARALLEL.aside():  # the type before may have switched it on
-        compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
-    if KIND and compiled.plan.tensor_parallel.kind != KIND:
+    plan = compile_folder(folder)
+    if KIND and plan.tensor_parallel.kind != KIND:
         return {
             "refused": "SW3123",
             "reason": "transformers has no tensor-parallel plan for it, nor has this project",
         }
-    if rank == 0:
-        for name, content in compiled.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-    dist.barrier()
-    plan = compiled.plan
     trainer = build_trainer(plan, folder)
     check_parameters(plan, dist.get_rank(), trainer.parameter_shards(), trainer.transposed)
     batches = TrainingBatches(plan, open_dataset(plan, folder))
@@ -133,8 +122,7 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
         results.append(trainer.step(batches.micro_batches(k, plan.ranks[rank].data), rate))
         moments += first_moments(trainer.owned_shards()) if k == 1 and shares(plan) else []
-    with CONTEXT_PARALLEL.aside():
-        wanted, gradients = plain_run(plan, folder, tokens)
+    wanted, gradients = from_rank_0(lambda: plain_run(plan, folder, tokens))
     off, cut, total = [], 0, 0
     for name, p in trainer.engine.module.named_parameters():
         if is_padding(p) or (name in wanted.unused and p.requires_grad):

@@ -18,7 +18,6 @@ import torch
 from deepspeed import comm as dist
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.models import graph_trace
 from shardwright.models.byte_tokenizer import byte_tokenizer
@@ -26,11 +25,11 @@ from shardwright.models.model_graph import PipelineSplit, VisionEncoder
 from shardwright.models.tasks.vision_language import find_image_sequences
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import MicroBatch
-from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.training_session import check_parameters
 from shardwright.utils.numeric_difference import largest_difference
 from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart
+from tests.parity.engine_groups import compile_folder, from_rank_0
 from tests.parity.reference import Reference, train
 from tests.zoo.pipeline_worker import (
     BETAS,
@@ -141,20 +140,8 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
         torch.save(steps, folder / "steps.pt")
         length = steps[0][0]["inputs"]["input_ids"].shape[1]
         (folder / "recipe.yaml").write_text(json.dumps(recipe(folder, length)))
-    dist.barrier()
+    plan = compile_folder(folder)
     steps = torch.load(folder / "steps.pt")
-    if rank > 0:
-        dist.barrier()  # it finds the graph that the first rank leaves
-    try:
-        compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
-        if rank == 0:
-            for name, content in compiled.files.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
-    finally:
-        if rank == 0:
-            dist.barrier()  # after a refusal too: the others wait
-    plan = compiled.plan
     trainer = build_trainer(plan, folder)
     check_parameters(plan, dist.get_rank(), trainer.parameter_shards(), trainer.transposed)
     results, moments = [], []
@@ -166,7 +153,9 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
             )
         )
         moments += first_moments(trainer.owned_shards()) if k == 1 else []
-    wanted, gradients = plain_run(folder, [[m["inputs"] for m in step] for step in steps])
+    wanted, gradients = from_rank_0(
+        lambda: plain_run(folder, [[m["inputs"] for m in step] for step in steps])
+    )
     trained = [
         f for f in trainer.owned_shards() if "fp32" in f.states and f.name not in wanted.unused
     ]

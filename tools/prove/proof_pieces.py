@@ -154,7 +154,10 @@ PIECES: dict[str, Piece] = {
         areas=("random-runs",),
     ),
     "random-layouts": Piece(tests=("tests/unit/cost/test_random_layouts.py",), source_paths=COST),
-    "published": Piece(tests=("tests/calibration/test_published.py",), source_paths=COST),
+    "published": Piece(
+        tests=("tests/calibration/test_figures.py", "tests/calibration/test_published.py"),
+        source_paths=COST,
+    ),
     "this-machine": Piece(
         tests=("tests/calibration/test_this_machine.py",),
         source_paths=(*COST, "calibrate", "engines/deepspeed", "parallel", "train"),
@@ -162,6 +165,7 @@ PIECES: dict[str, Piece] = {
     "shipped-graphs": Piece(
         tests=("tests/unit/models/test_shipped_graphs.py",), source_paths=MODEL
     ),
+    "traces": Piece(tests=("tests/unit/models/test_trace.py",), source_paths=MODEL),
     "parity": Piece(
         tests=("tests/parity/test_prove.py::test_parity",),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),

@@ -1,4 +1,5 @@
-"""The shipped graphs are those that a trace gives now. `make generated` writes them anew."""
+"""The shipped graphs are those that a trace gives now: here of some types, in `make prove` of every
+model. `make generated` writes them anew."""
 
 from __future__ import annotations
 
@@ -10,14 +11,19 @@ from pathlib import Path
 import pytest
 
 from shardwright.models import graph_builder
-from shardwright.models.model_sources import catalog_config, catalog_ids
+from shardwright.models.model_sources import catalog_ids
 from tests.unit.models.factory import model_section
 from tools.generate.traced_graphs import PATH, archive_of, config_text, trace
 
-OF_EACH_TYPE = list(
-    {
-        str((catalog_config(model_id) or {})["model_type"]): model_id for model_id in catalog_ids()
-    }.values()
+SAMPLE = (
+    "openai-community/gpt2",
+    "Qwen/Qwen3-32B",
+    "google/gemma-2-9b-it",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "deepseek-ai/DeepSeek-V2-Lite",
+    "Qwen/Qwen3-30B-A3B",
+    "openai/clip-vit-large-patch14",
+    "llava-hf/llava-1.5-7b-hf",
 )
 
 
@@ -31,8 +37,8 @@ def assert_shipped_as_traced(model_id: str) -> None:
     )
 
 
-@pytest.mark.parametrize("model_id", OF_EACH_TYPE)
-def test_one_model_of_each_type_is_as_traced(model_id: str) -> None:
+@pytest.mark.parametrize("model_id", SAMPLE)
+def test_a_sample_is_as_traced(model_id: str) -> None:
     assert_shipped_as_traced(model_id)
 
 

@@ -87,7 +87,8 @@ def _is_open(fd: int) -> bool:
 
 _address = os.environ.get("SHARDWRIGHT_WARM")
 if (
-    _address
+    __name__ == "sitecustomize"  # not where a warm command imports it for hub_settings
+    and _address
     and os.environ["SHARDWRIGHT_WARM_HUB"] == hub_settings()
     and _is_known(sys.orig_argv[1:])
 ):
