@@ -29,7 +29,7 @@ from tests.parity.harness import (
 from tests.parity.vision_language import (
     FEW_STEPS,
     MODELS,
-    SightCase,
+    VlmCase,
     recipe,
     reference,
     write_pictures,
@@ -40,23 +40,23 @@ pytestmark = pytest.mark.launch
 Record = Callable[[str, str, dict[str, Any]], None]
 
 SAMPLE = {
-    "qwen2_5_vl pp2": SightCase("qwen2_5_vl", pipeline=2, micro=2),
-    "qwen3_vl pp2": SightCase("qwen3_vl", pipeline=2, micro=2, checkpointing="full"),
-    "gemma3 pp2 tied": SightCase("gemma3", pipeline=2, tied=True),
-    "llava dp2 zero3": SightCase("llava", data=2, zero_stage=3),
-    "qwen3_vl pp2 tower frozen": SightCase(
+    "qwen2_5_vl pp2": VlmCase("qwen2_5_vl", pipeline=2, micro=2),
+    "qwen3_vl pp2": VlmCase("qwen3_vl", pipeline=2, micro=2, checkpointing="full"),
+    "gemma3 pp2 tied": VlmCase("gemma3", pipeline=2, tied=True),
+    "llava dp2 zero3": VlmCase("llava", data=2, zero_stage=3),
+    "qwen3_vl pp2 tower frozen": VlmCase(
         "qwen3_vl", pipeline=2, micro=2, freeze=("vision", "projector")
     ),
-    "gemma3 dp2 zero3 projector alone": SightCase(
+    "gemma3 dp2 zero3 projector alone": VlmCase(
         "gemma3", data=2, zero_stage=3, freeze=("vision", "text")
     ),
-    "llava pp2 head alone": SightCase(
+    "llava pp2 head alone": VlmCase(
         "llava", pipeline=2, micro=2, freeze=("vision", "projector", "model.language_model.*")
     ),
-    "qwen2_5_vl dp2 zero2": SightCase("qwen2_5_vl", data=2, zero_stage=2),
-    "paligemma pp2": SightCase("paligemma", pipeline=2, micro=2),
-    "paligemma2 pp2": SightCase("paligemma2", pipeline=2, micro=2),
-    "paligemma2 dp2 zero1": SightCase("paligemma2", data=2, zero_stage=1),
+    "qwen2_5_vl dp2 zero2": VlmCase("qwen2_5_vl", data=2, zero_stage=2),
+    "paligemma pp2": VlmCase("paligemma", pipeline=2, micro=2),
+    "paligemma2 pp2": VlmCase("paligemma2", pipeline=2, micro=2),
+    "paligemma2 dp2 zero1": VlmCase("paligemma2", data=2, zero_stage=1),
 }
 BOTH = ("qwen3_vl", "gemma3")
 """Whose layouts are all tried; of the others those that differ."""
@@ -86,10 +86,10 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-def check(cases: dict[str, SightCase], out: Path, proved: Record | None = None) -> None:
+def check(cases: dict[str, VlmCase], out: Path, proved: Record | None = None) -> None:
     for name, figures in launched(cases, out, "vision_language_worker.py").items():
         if proved is not None:
-            proved("sight-parity", name, figures)
+            proved("vlm-parity", name, figures)
         assert figures["loss"] <= LOSS_ABSOLUTE, (name, figures)
         assert figures["norm"] <= NORM_RELATIVE, (name, figures)
         assert figures["weights"] <= WEIGHT_ABSOLUTE, (name, figures)
@@ -107,19 +107,19 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 def test_every_layout_of_two_ranks(model: str, tmp_path: Path, proved: Record) -> None:
     layouts = {**EVERY, **(MORE if model in BOTH else {})}
     check(
-        {f"{model} {name}": SightCase(model, **fields) for name, fields in layouts.items()},
+        {f"{model} {name}": VlmCase(model, **fields) for name, fields in layouts.items()},
         tmp_path,
         proved,
     )
 
 
 TENSOR = {
-    "qwen3_vl tp2": SightCase("qwen3_vl", tensor=2, micro=2, checkpointing="full"),
-    "gemma3 tp2 tied": SightCase("gemma3", tensor=2, tied=True),
-    "llava tp2 tower frozen": SightCase("llava", tensor=2, freeze=("vision",)),
-    "qwen2_5_vl tp2": SightCase("qwen2_5_vl", tensor=2),
-    "qwen3_vl dp2 zero3 lora": SightCase("qwen3_vl", data=2, zero_stage=3, lora=True),
-    "gemma3 dp2 zero1 lora": SightCase("gemma3", data=2, zero_stage=1, lora=True),
+    "qwen3_vl tp2": VlmCase("qwen3_vl", tensor=2, micro=2, checkpointing="full"),
+    "gemma3 tp2 tied": VlmCase("gemma3", tensor=2, tied=True),
+    "llava tp2 tower frozen": VlmCase("llava", tensor=2, freeze=("vision",)),
+    "qwen2_5_vl tp2": VlmCase("qwen2_5_vl", tensor=2),
+    "qwen3_vl dp2 zero3 lora": VlmCase("qwen3_vl", data=2, zero_stage=3, lora=True),
+    "gemma3 dp2 zero1 lora": VlmCase("gemma3", data=2, zero_stage=1, lora=True),
 }
 
 
@@ -135,8 +135,8 @@ def test_tensor_ranks_and_adapters(tmp_path: Path) -> None:
 
 
 CUT = {
-    "smolvlm pp2 tiles": SightCase("smolvlm", pipeline=2, micro=2, tiles=True),
-    "smolvlm dp2 zero3 tiles": SightCase("smolvlm", data=2, zero_stage=3, tiles=True),
+    "smolvlm pp2 tiles": VlmCase("smolvlm", pipeline=2, micro=2, tiles=True),
+    "smolvlm dp2 zero3 tiles": VlmCase("smolvlm", data=2, zero_stage=3, tiles=True),
 }
 
 
@@ -155,7 +155,7 @@ def test_tiles_in_every_step(tmp_path: Path, proved: Record) -> None:
 def test_four_ranks(tmp_path: Path, proved: Record) -> None:
     check(
         {
-            f"{model} {name}": SightCase(model, **fields)
+            f"{model} {name}": VlmCase(model, **fields)
             for model in BOTH
             for name, fields in FOUR.items()
         },
@@ -168,8 +168,8 @@ def test_checkpoints_go_on_in_another_layout_and_export(tmp_path: Path) -> None:
     """Four steps in a pipeline, four over data ranks at ZeRO-3: as one process trains all eight."""
     write_pictures(tmp_path)
     first, second = (
-        SightCase("llava", pipeline=2, micro=2),
-        SightCase("llava", data=2, zero_stage=3),
+        VlmCase("llava", pipeline=2, micro=2),
+        VlmCase("llava", data=2, zero_stage=3),
     )
     for name, case in (("first", first), ("second", second)):
         document = recipe(case)

@@ -131,7 +131,7 @@ TOKENS = (TOWER["image_size"] // TOWER["patch_size"]) ** 2
 
 
 @dataclass(frozen=True)
-class SightCase:
+class VlmCase:
     model: str
     pipeline: int = 1
     data: int = 1
@@ -166,7 +166,7 @@ def template(model: str) -> str:
     )
 
 
-def config(case: SightCase) -> dict[str, Any]:
+def config(case: VlmCase) -> dict[str, Any]:
     document = {"model_type": case.model, **MODELS[case.model]}
     text = {**document["text_config"], "tie_word_embeddings": case.tied}
     return {**document, "text_config": text, "tie_word_embeddings": case.tied}
@@ -209,7 +209,7 @@ def write_pictures(folder: Path, rows: int = ROWS) -> list[dict[str, Any]]:
 def write_cutting(folder: Path, model: str = "smolvlm") -> Path:
     """A model's folder without weights, whose processor cuts a picture into up to two by two
     tiles."""
-    document = config(SightCase(model))
+    document = config(VlmCase(model))
     made = AutoConfig.for_model(document.pop("model_type"), **document)
     folder.mkdir()
     for name, content in processor_files(processor_from_config(made), made).items():
@@ -221,11 +221,11 @@ def write_cutting(folder: Path, model: str = "smolvlm") -> Path:
     return folder
 
 
-def recipe(case: SightCase, cutting: Path | None = None) -> dict[str, Any]:
+def recipe(case: VlmCase, cutting: Path | None = None) -> dict[str, Any]:
     """cutting: of write_cutting, where the case has tiles."""
     return {
         "version": 1,
-        "name": "sight",
+        "name": "vlm",
         "model": {
             **({"config": config(case)} if cutting is None else {"source": str(cutting)}),
             "weights": "random",
@@ -282,7 +282,7 @@ def reference(
 ) -> Reference:
     """folder: of write_pictures. processor: of any compiled folder of the model. What it says of
     weights goes by Hugging Face's names, adapters by peft's."""
-    document = config(SightCase(model, tied=tied))
+    document = config(VlmCase(model, tied=tied))
     torch.manual_seed(SEED)
     plain = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(document.pop("model_type"), **document), dtype=torch.float32

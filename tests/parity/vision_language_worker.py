@@ -20,7 +20,7 @@ from tests.parity.engine_groups import from_rank_0
 from tests.parity.image_case_worker import trained
 from tests.parity.vision_language import (
     ROWS,
-    SightCase,
+    VlmCase,
     recipe,
     reference,
     write_cutting,
@@ -35,7 +35,7 @@ def _write(folder: Path) -> None:
     write_cutting(folder / CUTTING)
 
 
-def measure(case: SightCase, folder: Path) -> dict[str, float]:
+def measure(case: VlmCase, folder: Path) -> dict[str, float]:
     pictures = folder.parents[1] / "pictures"
     document = recipe(case, pictures / CUTTING if case.tiles else None)
     plan, trainer, results = trained(document, folder, pictures, _write, ROWS)
@@ -84,4 +84,4 @@ def weights_of_ranks(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
 
 
 if __name__ == "__main__":
-    main(measure, SightCase)
+    main(measure, VlmCase)

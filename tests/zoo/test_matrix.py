@@ -32,9 +32,7 @@ def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
         },
         "fuyu": {"verdict": "not proved", "reason": "no tower"},
     }
-    (tmp_path / "zoo-sight-zero.json").write_text(
-        json.dumps({"date": "2026-01-02", "cases": cases})
-    )
+    (tmp_path / "zoo-vlm-zero.json").write_text(json.dumps({"date": "2026-01-02", "cases": cases}))
     document = matrix.compose_vlm(tmp_path)
     assert (
         document["columns"]["zero"]["date"] == "2026-01-02"

@@ -24,7 +24,7 @@ from shardwright.models.model_probe import probe_config
 from shardwright.models.tasks.task_registry import IMAGE_TEXT
 from tests.unit.models.factory import model_section
 from tests.zoo.launch import run_types, verdict
-from tests.zoo.vision_language_configs import IMAGE_TASKS, SIGHT_TYPES, sight_config
+from tests.zoo.vision_language_configs import IMAGE_TASKS, VLM_TYPES, vlm_config
 from tests.zoo.vision_language_overrides import (
     BY_NATURE,
     NOT_AT_ZERO_3,
@@ -65,7 +65,7 @@ def apart(model_type: str, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny(model_type: str) -> dict[str, Any]:
-    return {name: value for name, value in sight_config(model_type).items() if name != "model_type"}
+    return {name: value for name, value in vlm_config(model_type).items() if name != "model_type"}
 
 
 @cache
@@ -104,9 +104,9 @@ def record_the_others(area: str, refused_here: dict[str, str], proved: Recorder)
 
 
 def test_every_type_is_here_once() -> None:
-    assert {*IMAGE_TASKS, *BY_NATURE} == set(SIGHT_TYPES) and len(IMAGE_TASKS) + len(
+    assert {*IMAGE_TASKS, *BY_NATURE} == set(VLM_TYPES) and len(IMAGE_TASKS) + len(
         BY_NATURE
-    ) == len(SIGHT_TYPES)
+    ) == len(VLM_TYPES)
     assert set(NOT_PROVED) <= set(IMAGE_TASKS)
 
 
@@ -125,8 +125,8 @@ def test_a_sample_trains(layout: str, tmp_path: Path) -> None:
 @pytest.mark.prove
 def test_every_type_comes_apart(proved: Recorder) -> None:
     found = {t: apart(t, tiny(t)) for t in APART}
-    assert set(record("zoo-sight", found, proved).values()) == {"proved"}, found
-    record_the_others("zoo-sight", {}, proved)
+    assert set(record("zoo-vlm", found, proved).values()) == {"proved"}, found
+    record_the_others("zoo-vlm", {}, proved)
     assert len(found) >= 66
 
 
@@ -144,12 +144,12 @@ def test_what_is_not_proved_is_refused(model_type: str) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_type_in_a_pipeline(part: int, tmp_path: Path, proved: Recorder) -> None:
     found = ran(APART[part::PARTS], "pipeline=2", tmp_path / "zoo")
-    verdicts = record("zoo-sight-pipeline", found, proved)
+    verdicts = record("zoo-vlm-pipeline", found, proved)
     assert verdicts == {
         t: "not proved" if t in NOT_IN_A_PIPELINE else "proved" for t in verdicts
     }, found
     if part == 0:
-        record_the_others("zoo-sight-pipeline", NOT_IN_A_PIPELINE, proved)
+        record_the_others("zoo-vlm-pipeline", NOT_IN_A_PIPELINE, proved)
 
 
 @pytest.mark.prove
@@ -157,9 +157,9 @@ def test_every_type_in_a_pipeline(part: int, tmp_path: Path, proved: Recorder) -
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_type_over_data_ranks(part: int, tmp_path: Path, proved: Recorder) -> None:
     found = ran(APART[part::PARTS], "data=2,zero_stage=3", tmp_path / "zoo")
-    verdicts = record("zoo-sight-zero", found, proved)
+    verdicts = record("zoo-vlm-zero", found, proved)
     assert verdicts == {t: "not proved" if t in NOT_AT_ZERO_3 else "proved" for t in verdicts}, (
         found
     )
     if part == 0:
-        record_the_others("zoo-sight-zero", NOT_AT_ZERO_3, proved)
+        record_the_others("zoo-vlm-zero", NOT_AT_ZERO_3, proved)

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from tests.zoo.configs import _merge, _shrink, defaults, randomize
-from tests.zoo.vision_language_overrides import BY_NATURE, PARTS, SIGHT_OVERRIDES
+from tests.zoo.vision_language_overrides import BY_NATURE, PARTS, VLM_OVERRIDES
 
 Json = Any
 
-SIGHT_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
-IMAGE_TASKS: tuple[str, ...] = tuple(t for t in SIGHT_TYPES if t not in BY_NATURE)
+VLM_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+IMAGE_TASKS: tuple[str, ...] = tuple(t for t in VLM_TYPES if t not in BY_NATURE)
 
 WIDTH, BLOCKS, PATCH, SIDE = 64, 4, 4, 4
 """Hidden size of all parts, blocks of a tower, pixels of a patch's side, patches of a picture's
@@ -56,7 +56,7 @@ TO_TEXT = (
 PIXELS = ("image_size", "image_resolution", "crop_size", "max_image_size")
 
 
-def sight_config(model_type: str) -> dict[str, Json]:
+def vlm_config(model_type: str) -> dict[str, Json]:
     """A plain JSON document with "model_type". Raises KeyError for a type that is none of
     SEEING."""
     if model_type not in IMAGE_TASKS:
@@ -65,7 +65,7 @@ def sight_config(model_type: str) -> dict[str, Json]:
     real = {**defaults(model_type), **parts}
     made = _shrink(model_type, real, random.Random(model_type))
     made = _towers(made, real)
-    return copy.deepcopy(_merge(made, SIGHT_OVERRIDES.get(model_type, {})))
+    return copy.deepcopy(_merge(made, VLM_OVERRIDES.get(model_type, {})))
 
 
 def _towers(
@@ -113,10 +113,10 @@ def _sections(table: dict[str, Json], text: dict[str, Json]) -> dict[str, Json]:
     return {**table, "mrope_section": [*rest, half - sum(rest)]}
 
 
-def build_seeing(model_type: str, seed: int = 0) -> Any:
+def build_vlm(model_type: str, seed: int = 0) -> Any:
     """The tiny model on the CPU in fp32, train mode, weights drawn from the seed."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**sight_config(model_type))
+    config = AutoConfig.for_model(**vlm_config(model_type))
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.train()

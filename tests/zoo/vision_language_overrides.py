@@ -90,7 +90,7 @@ VQ = {
     "num_res_blocks": 1,
 }
 
-SIGHT_OVERRIDES: dict[str, dict[str, Json]] = {
+VLM_OVERRIDES: dict[str, dict[str, Json]] = {
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "deepseek_ocr2": {
         "vision_config": {"sam_config": {"downsample_channels": [32, 64]}},

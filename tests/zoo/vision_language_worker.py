@@ -41,7 +41,7 @@ from tests.zoo.pipeline_worker import (
     main,
     of_a_range,
 )
-from tests.zoo.vision_language_configs import build_seeing, sight_config
+from tests.zoo.vision_language_configs import build_vlm, vlm_config
 
 ROWS = (
     (((1,), (2,)), ((), (2, 1))),
@@ -61,7 +61,7 @@ picture."""
 
 def micro_batches(model_type: str) -> MicroBatches:
     torch.manual_seed(1)
-    model = build_seeing(model_type)
+    model = build_vlm(model_type)
     made = find_image_sequences(model, TEXT)
     longest = max(made.rows(rows)[0].shape[1] for step in ROWS for rows in step)
     steps: MicroBatches = []
@@ -129,8 +129,8 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
     rank = dist.get_rank()
     if rank == 0:
         folder.mkdir(parents=True)
-        build_seeing(model_type).save_pretrained(folder / "weights")
-        AutoConfig.for_model(**sight_config(model_type)).save_pretrained(folder / "weights")
+        build_vlm(model_type).save_pretrained(folder / "weights")
+        AutoConfig.for_model(**vlm_config(model_type)).save_pretrained(folder / "weights")
         byte_tokenizer().save(str(folder / "weights" / "tokenizer.json"))
         (folder / "weights" / "tokenizer_config.json").write_text(
             '{"tokenizer_class": "PreTrainedTokenizerFast"}'

@@ -39,9 +39,9 @@ AREAS = {
     "zoo-pipeline-expert": "every mixture of experts, pipeline 2 x expert 2",
     "zoo-context": "every causal-LM type, context 2",
     "zoo-pipeline-context": "every causal-LM type, pipeline 2 x context 2",
-    "zoo-sight": "every vision-language type, split into layers",
-    "zoo-sight-pipeline": "every vision-language type, pipeline 2",
-    "zoo-sight-zero": "every vision-language type, data 2, ZeRO-3",
+    "zoo-vlm": "every vision-language type, split into layers",
+    "zoo-vlm-pipeline": "every vision-language type, pipeline 2",
+    "zoo-vlm-zero": "every vision-language type, data 2, ZeRO-3",
 }
 _KEYS = {
     "parity": ("loss_absolute", "norm_relative", "weight_absolute"),

@@ -37,9 +37,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "context": ("zoo-context", "context=2 zero_stage=1"),
 }
 VLM_COLUMNS: dict[str, tuple[str, str]] = {
-    "layer_split": ("zoo-sight", "an image in each sequence"),
-    "pipeline": ("zoo-sight-pipeline", "pipeline=2 zero_stage=1"),
-    "zero": ("zoo-sight-zero", "data=2 zero_stage=3"),
+    "layer_split": ("zoo-vlm", "an image in each sequence"),
+    "pipeline": ("zoo-vlm-pipeline", "pipeline=2 zero_stage=1"),
+    "zero": ("zoo-vlm-zero", "data=2 zero_stage=3"),
 }
 FIGURES = ("loss", "norm", "weights", "sharded")
 LEAST_SHARDED = 0.95
@@ -71,7 +71,7 @@ def compose_vlm(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
         "transformers": metadata.version("transformers"),
         "columns": columns,
         "types": {
-            t: {column: _sight_cell(cases.get(t)) for column, cases in measured.items()}
+            t: {column: _vlm_cell(cases.get(t)) for column, cases in measured.items()}
             for t in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         },
         "decoders": [],
@@ -95,7 +95,7 @@ def _measured(
     return measured, columns
 
 
-def _sight_cell(case: dict[str, Any] | None) -> dict[str, Any]:
+def _vlm_cell(case: dict[str, Any] | None) -> dict[str, Any]:
     if case is None:
         return {"verdict": "untested", "reason": "no run of it under this layout"}
     figures = {name: float(f"{case[name]:.2g}") for name in FIGURES if case.get(name) is not None}

@@ -157,7 +157,7 @@ EXCEPTIONS: dict[tuple[str, str], CommandException] = {
     ("docs/tour.md", "shardwright stop build/tiny"): CommandException(
         "refused", "the run above it has ended by itself"
     ),
-    ("docs/vision.md", "shardwright run build/sight"): CommandException(
+    ("docs/vision.md", "shardwright run build/vlm"): CommandException(
         "prove",
         "250 steps on four ranks, two minutes; tests/launch/test_tiny_vision.py has it, too",
     ),
@@ -166,10 +166,10 @@ EXCEPTIONS: dict[tuple[str, str], CommandException] = {
             "prove", "asks for what the run above has trained"
         )
         for command in (
-            "generate build/sight/checkpoints/step-00000250 --image "
+            "generate build/vlm/checkpoints/step-00000250 --image "
             "build/held-out/pictures/00002-triangle.png "
             '--prompt "What is it?" --tokens 9',
-            "export build/sight/checkpoints/step-00000250 -o build/sight-hf",
+            "export build/vlm/checkpoints/step-00000250 -o build/vlm-hf",
         )
     },
     ("docs/tour.md", "shardwright verify my.yaml"): CommandException(

@@ -216,10 +216,10 @@ PIECES: dict[str, Piece] = {
         source_paths=(*ENGINE, *DATA),
         areas=("contrastive-parity",),
     ),
-    "sight-parity": Piece(
+    "vlm-parity": Piece(
         tests=("tests/parity/test_vision_language.py",),
         source_paths=(*ENGINE, *DATA),
-        areas=("sight-parity",),
+        areas=("vlm-parity",),
     ),
     "tower": Piece(
         tests=("tests/unit/models/test_vision.py",), source_paths=MODEL, areas=("tower",)
@@ -347,23 +347,23 @@ PIECES: dict[str, Piece] = {
         source_paths=ENGINE,
         areas=("zoo-pipeline-context",),
     ),
-    "zoo-sight": Piece(
+    "zoo-vlm": Piece(
         tests=(
             f"{_VISION_LANGUAGE}::test_every_type_comes_apart",
             f"{_VISION_LANGUAGE}::test_what_is_not_proved_is_refused",
         ),
         source_paths=MODEL,
-        areas=("zoo-sight",),
+        areas=("zoo-vlm",),
     ),
-    "zoo-sight-pipeline": Piece(
+    "zoo-vlm-pipeline": Piece(
         tests=(f"{_VISION_LANGUAGE}::test_every_type_in_a_pipeline",),
         source_paths=ENGINE,
-        areas=("zoo-sight-pipeline",),
+        areas=("zoo-vlm-pipeline",),
     ),
-    "zoo-sight-zero": Piece(
+    "zoo-vlm-zero": Piece(
         tests=(f"{_VISION_LANGUAGE}::test_every_type_over_data_ranks",),
         source_paths=ENGINE,
-        areas=("zoo-sight-zero",),
+        areas=("zoo-vlm-zero",),
     ),
     "faults": Piece(
         tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),

@@ -57,12 +57,17 @@ class TrainingBatches:
     """
 
     def __init__(
-        self, plan: Plan, data: Dataset, sight: ImageProcessor | ContrastiveProcessor | None = None
+        self,
+        plan: Plan,
+        data: Dataset,
+        image_processor: ImageProcessor | ContrastiveProcessor | None = None,
     ) -> None:
-        self.data, self.sight = data, sight
+        self.data, self.image_processor = data, image_processor
         self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
         self._thread = (
-            ThreadPoolExecutor(1, thread_name_prefix="batches") if sight is not None else None
+            ThreadPoolExecutor(1, thread_name_prefix="batches")
+            if image_processor is not None
+            else None
         )
         self._steps = data.steps
         s = plan.strategy
@@ -103,7 +108,10 @@ class TrainingBatches:
 
     def _build_micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         indices = self.data.order.indices(step).reshape(self.shape)[self.island, :, data_rank]
-        return [_micro_batch(self.data.train.read(i), self.packed, self.sight) for i in indices]
+        return [
+            _micro_batch(self.data.train.read(i), self.packed, self.image_processor)
+            for i in indices
+        ]
 
 
 class ValidationBatches:
@@ -120,14 +128,14 @@ class ValidationBatches:
         plan: Plan,
         rows: SequenceDataset,
         data_rank: int,
-        sight: ImageProcessor | ContrastiveProcessor | None = None,
+        image_processor: ImageProcessor | ContrastiveProcessor | None = None,
     ) -> None:
         s = plan.strategy
         # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or
         # its engine fails. Pictures of all held-out rows may be more than memory holds.
         at_once = (
             s.gradient_accumulation_steps
-            if s.pipeline_schedule.groups_messages or sight is not None
+            if s.pipeline_schedule.groups_messages or image_processor is not None
             else None
         )
         # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.
@@ -138,16 +146,18 @@ class ValidationBatches:
             numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank],
         )
         self.at_once = at_once or len(self._numbers)
-        self._packed, self._sight = uses_packing(plan), None
+        self._packed, self._image_processor = uses_packing(plan), None
         self.predicted = sum(m.predicted for m in self)  # does not decode images
-        self._sight = sight
+        self._image_processor = image_processor
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for numbers in self._numbers:
-            batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)), self._packed, self._sight)
+            batch = _micro_batch(
+                self._rows.read(np.maximum(numbers, 0)), self._packed, self._image_processor
+            )
             batch.labels[torch.from_numpy(numbers < 0)] = IGNORE_INDEX
             yield batch
 
@@ -185,7 +195,9 @@ def build_image_processor(
 
 
 def _micro_batch(
-    block: SequenceBatch, packed: bool, sight: ImageProcessor | ContrastiveProcessor | None = None
+    block: SequenceBatch,
+    packed: bool,
+    image_processor: ImageProcessor | ContrastiveProcessor | None = None,
 ) -> MicroBatch:
     """Build a micro-batch.
 
@@ -195,9 +207,11 @@ def _micro_batch(
     labels = input_ids.clone()
     if block.loss_mask is not None:
         labels[torch.from_numpy(~block.loss_mask)] = IGNORE_INDEX
-    if sight is not None:
-        beside = sight.inputs(block.tokens.astype(np.int64), block.loss_mask, block.pictures)
-        blank = None if any(block.pictures) else sight.blank
+    if image_processor is not None:
+        beside = image_processor.inputs(
+            block.tokens.astype(np.int64), block.loss_mask, block.pictures
+        )
+        blank = None if any(block.pictures) else image_processor.blank
         return MicroBatch(
             input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank
         )

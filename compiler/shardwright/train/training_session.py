@@ -183,8 +183,8 @@ class Session:
         digests = check_same_data_on_hosts(self.plan, folder)
         self.folder, self.rank, self.attempt = folder, rank, attempt.number
         self._lease, resume = lease, attempt.resume
-        sight = build_image_processor(self.plan, folder, rank)
-        self._batches = TrainingBatches(self.plan, data, sight)
+        image_processor = build_image_processor(self.plan, folder, rank)
+        self._batches = TrainingBatches(self.plan, data, image_processor)
         self._trainer = engine_runtime(self.plan).build_trainer(
             self.plan, folder, resumes=bool(resume)
         )
@@ -208,7 +208,7 @@ class Session:
             for warning in (*notes, *schedule_changes(self.plan, Path(resume), self.done)):
                 print(warning, flush=True)
         self._held_out = (
-            ValidationBatches(self.plan, data.validation, self.data_rank, sight)
+            ValidationBatches(self.plan, data.validation, self.data_rank, image_processor)
             if data.validation
             else None
         )

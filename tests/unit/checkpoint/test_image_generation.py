@@ -19,7 +19,7 @@ from shardwright.models.image_processor import load_processor
 from shardwright.parallel.model_loading import load_config
 from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
-from tests.parity.vision_language import IMAGE, SightCase, recipe, template, write_pictures
+from tests.parity.vision_language import IMAGE, VlmCase, recipe, template, write_pictures
 from tests.unit.checkpoint.written_checkpoints import write_model_checkpoint
 
 QUESTION = "What is it?"
@@ -28,7 +28,7 @@ QUESTION = "What is it?"
 def made(model: str, folder: Path) -> Path:
     """A checkpoint of a tiny model with random weights."""
     write_pictures(folder, 4)
-    (folder / "recipe.json").write_text(json.dumps(recipe(SightCase(model))))
+    (folder / "recipe.json").write_text(json.dumps(recipe(VlmCase(model))))
     write_folder(folder / "out", compile_recipe(load_recipe(folder / "recipe.json")).files)
     torch.manual_seed(0)
     plain = AutoModelForImageTextToText.from_config(

@@ -122,14 +122,14 @@ def test_other_names(name: str, code: str, words: str, capsys: pytest.CaptureFix
 
 
 def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
-    sight = support("image-text-to-text")
-    assert set(sight.types) == vision_language_types() and tuple(sight.columns) == VLM_COLUMNS
+    vlm = support("image-text-to-text")
+    assert set(vlm.types) == vision_language_types() and tuple(vlm.columns) == VLM_COLUMNS
     code, out, err = run(capsys, "--task", "image-text-to-text")
     assert (code, err) == (
         0,
         "",
-    ) and f"{len(sight.types)} image-text-to-text types of transformers" in out
-    assert [row.split()[0] for row in out.split("\n\n")[0].splitlines()] == ["type", *sight.types]
+    ) and f"{len(vlm.types)} image-text-to-text types of transformers" in out
+    assert [row.split()[0] for row in out.split("\n\n")[0].splitlines()] == ["type", *vlm.types]
     assert run(capsys, "--task", "image-text-to-text", "--json")[1] == support_text(
         "image-text-to-text"
     )

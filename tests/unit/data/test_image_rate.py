@@ -16,7 +16,7 @@ from PIL import Image
 from shardwright.cli.main import main
 from shardwright.compile.compiled_folder import write_folder
 from shardwright.compile.recipe_compiler import compile_recipe
-from shardwright.data import image_inputs as sight_module
+from shardwright.data import image_inputs
 from shardwright.data.data_preparation import prepare
 from shardwright.data.data_summary import image_throughput
 from shardwright.data.dataset import open_dataset
@@ -27,7 +27,7 @@ from shardwright.parallel.micro_batches import TrainingBatches, build_image_proc
 from shardwright.plan.plan import Plan, read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.cli.command import tree
-from tests.parity.vision_language import TEXT, SightCase, recipe, write_pictures
+from tests.parity.vision_language import TEXT, VlmCase, recipe, write_pictures
 
 ROWS, STEPS = 32, 8
 
@@ -48,7 +48,7 @@ def ready(folder: Path, size: tuple[int, int]) -> Path:
         answer = {"role": "assistant", "content": [{"type": "text", "text": "noise"}]}
         records.append({"messages": [question, answer]})
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    document = recipe(SightCase("llava", steps=STEPS))
+    document = recipe(VlmCase("llava", steps=STEPS))
     document["data"]["images"]["max_pixels"] = size[0] * size[1]
     wide = {
         **TEXT,
@@ -140,11 +140,11 @@ def slept(folder: Path, times: float = 1.0) -> dict[str, float]:
     plan = read_plan(folder)
     rate = image_throughput(plan, folder)
     assert rate is not None and rate.cores == 1
-    sight = build_image_processor(plan, folder, 0)
-    assert isinstance(sight, ImageProcessor) and sight.decoders is not None
-    sight.decoders = ImageDecoders(1)
+    processor = build_image_processor(plan, folder, 0)
+    assert isinstance(processor, ImageProcessor) and processor.decoders is not None
+    processor.decoders = ImageDecoders(1)
     batches, seconds = (
-        TrainingBatches(plan, open_dataset(plan, folder), sight),
+        TrainingBatches(plan, open_dataset(plan, folder), processor),
         plan.predicted.time.step_seconds / times,
     )
     begun = time.monotonic()
@@ -171,7 +171,7 @@ def slept(folder: Path, times: float = 1.0) -> dict[str, float]:
 def test_only_the_first_stage_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted on each rank of pipeline 2 x data 2."""
     write_pictures(tmp_path)
-    document = recipe(SightCase("llava", pipeline=2, data=2))
+    document = recipe(VlmCase("llava", pipeline=2, data=2))
     (tmp_path / "recipe.json").write_text(json.dumps(document))
     write_folder(tmp_path / "out", compile_recipe(load_recipe(tmp_path / "recipe.json")).files)
     plan = read_plan(tmp_path / "out")
@@ -183,7 +183,7 @@ def test_only_the_first_stage_decodes(tmp_path: Path, monkeypatch: pytest.Monkey
             counts[rank] += 1
             return decode(picture, most)
 
-        monkeypatch.setattr(sight_module, "decode", counted)
+        monkeypatch.setattr(image_inputs, "decode", counted)
         monkeypatch.setattr(
             ImageDecoders,
             "decode",

@@ -267,7 +267,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
     from shardwright.data.tokenizers import TransformersTokenizer
     from shardwright.models.image_processor import processor_files, processor_from_config
     from shardwright.recipe.recipe_types import DataSection, ImagesSection
-    from tests.parity.vision_language import SightCase, config, template
+    from tests.parity.vision_language import VlmCase, config, template
 
     def read(
         records: list[dict[str, Any]],
@@ -277,7 +277,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
         written: str = template("llava"),
         folder: str | None = None,
     ) -> Any:
-        document = config(SightCase(model))
+        document = config(VlmCase(model))
         made = AutoConfig.for_model(document.pop("model_type"), **document)
         (tmp_path / "tokenizer").mkdir()
         for name, content in processor_files(processor_from_config(made), made).items():
@@ -296,7 +296,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
         )
         assert part.images is not None
         at = tmp_path / "prepared"
-        writer, sight = (
+        writer, processor = (
             DocumentWriter(at, "uint16", masked=True),
             ImageProcessor(tmp_path / "tokenizer", part.images),
         )
@@ -306,7 +306,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
             TransformersTokenizer(tmp_path / "tokenizer"),
             writer,
             RecordCounts(share=skip),
-            (sight, pictures),
+            (processor, pictures),
         )
         for _ in seen.read((str(source),), ReadingProgress("reading", 1)):
             pass
@@ -426,10 +426,10 @@ def test_what_stands_behind_an_answer_is_no_prefix(
     _, documents, table = reader([record], model="paligemma", written=template("paligemma"))
     tokens, trained = documents.tokens[None].astype("int64"), documents.trained[None]
     images = ImagesSection(per_row=2, max_pixels=1600)
-    sight = ImageProcessor(
+    processor = ImageProcessor(
         tmp_path / "tokenizer", images, frozenset({"pixel_values", "token_type_ids"})
     )
-    kinds = sight.inputs(tokens, trained, [table.of(0)])["token_type_ids"][0].tolist()
+    kinds = processor.inputs(tokens, trained, [table.of(0)])["token_type_ids"][0].tolist()
     first = trained[0].tolist().index(True)
     assert first > 0 and kinds == [0] * first + [1] * (len(kinds) - first)
     # This template closes no turn: the next role's word ends the first answer.

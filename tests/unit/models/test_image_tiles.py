@@ -31,7 +31,7 @@ from shardwright.models.model_graph import VisionEncoder
 from shardwright.models.tasks.vision_language import vision_encoder_shape
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import ImagesSection
-from tests.parity.vision_language import MODELS, TEXT, TOWER, SightCase, recipe, write_cutting
+from tests.parity.vision_language import MODELS, TEXT, TOWER, VlmCase, recipe, write_cutting
 from tests.unit.models.factory import model_section
 
 SIDE = TOWER["image_size"]
@@ -79,7 +79,7 @@ def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) 
     """Text and tensors of each size, alone and two together, against the processor's own call."""
     folder = folder_of(model_type, tmp_path)
     processor = load_processor(folder)
-    sight = ImageProcessor(folder, ImagesSection(per_row=2, max_pixels=10**6))
+    ours = ImageProcessor(folder, ImagesSection(per_row=2, max_pixels=10**6))
     bounds = tile_counts(
         processor,
         vision_encoder_shape(made(model_type, CUTTING.get(model_type, MODELS["smolvlm"]))),
@@ -91,17 +91,17 @@ def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) 
             ImageSource(path=None, data=png(image), width=image.width, height=image.height)
             for image in images
         ]
-        text = f"a{sight.token * len(sizes)}b"
-        written = sight.expand(text, [], pictures)
+        text = f"a{ours.token * len(sizes)}b"
+        written = ours.expand(text, [], pictures)
         assert written is not None
         wanted = processor(text=[text], images=[images], return_tensors="pt")
         assert processor.tokenizer(written[0])["input_ids"] == wanted["input_ids"][0].tolist()
-        found = sight.ready([pictures])
+        found = ours.ready([pictures])
         assert found["pixel_values"].equal(wanted["pixel_values"])
         tiles = found["pixel_values"].numel() // (3 * SIDE**2)
         assert tiles <= most * len(sizes)
         if len(sizes) == 1:
-            tokens = written[0].count(sight.token)
+            tokens = written[0].count(ours.token)
             assert tiles <= tokens * per_token * 1.01
 
 
@@ -154,10 +154,10 @@ def test_pictures_are_kept_whole_where_the_recipe_says_so(tmp_path: Path) -> Non
     picture = [ImageSource(path=None, data=png(Image.new("RGB", (60, 44))), width=60, height=44)]
     tiles = {}
     for cut in (True, False):
-        sight = ImageProcessor(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=cut))
-        written = sight.expand(sight.token, [], picture)
-        tiles[cut] = sight.ready([picture])["pixel_values"].numel() // (3 * SIDE**2)
-        assert written is not None and written[0].count(sight.token) == 4 * tiles[cut]
+        processor = ImageProcessor(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=cut))
+        written = processor.expand(processor.token, [], picture)
+        tiles[cut] = processor.ready([picture])["pixel_values"].numel() // (3 * SIDE**2)
+        assert written is not None and written[0].count(processor.token) == 4 * tiles[cut]
     assert tiles == {True: 5, False: 1}
 
 
@@ -170,7 +170,7 @@ def test_a_processor_that_cannot_leave_a_picture_whole_is_told(tmp_path: Path) -
 
 @pytest.mark.parametrize(("cut", "pictures"), [(True, 10), (False, 2)])
 def test_the_largest_row_counts_tiles(cut: bool, pictures: int, tmp_path: Path) -> None:
-    document = recipe(SightCase("smolvlm", tiles=True), write_cutting(tmp_path / "cutting"))
+    document = recipe(VlmCase("smolvlm", tiles=True), write_cutting(tmp_path / "cutting"))
     document["data"]["images"]["tiles"] = cut
     (tmp_path / "recipe.json").write_text(json.dumps(document))
     read = load_recipe(tmp_path / "recipe.json")

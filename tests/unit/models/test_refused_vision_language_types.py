@@ -15,7 +15,7 @@ from tests.unit.models.factory import model_section
     [("florence2", "SW2017"), ("udop", "SW2017"), ("mistral4", "SW2016"), ("pi0", "SW2016")],
 )
 def test_they_are_refused_by_name(model_type: str, code: str) -> None:
-    """`make prove PIECES=zoo-sight` asks all ten."""
+    """`make prove PIECES=zoo-vlm` asks all ten."""
     with pytest.raises(Refusal) as caught:
         build_model_graph(model_section({"model_type": model_type}, task="image-text-to-text"))
     (found,) = caught.value.diagnostics

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from shardwright.models.layer_trace import fake_parameters, stub_parameters
 from shardwright.models.model_graph import PipelineSplit, VisionEncoder
 from shardwright.models.vision_trace import trace_vision_encoder
-from tests.zoo.vision_language_configs import sight_config
+from tests.zoo.vision_language_configs import vlm_config
 
 TEXT = {
     "hidden_size": 64,
@@ -171,7 +171,7 @@ pixels."""
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_towers_take_pictures_in_other_shapes(model_type: str) -> None:
     text, patches, beside = SHAPES[model_type]
-    config = AutoConfig.for_model(**sight_config(model_type))
+    config = AutoConfig.for_model(**vlm_config(model_type))
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(
             config, dtype=torch.float32, attn_implementation="eager"

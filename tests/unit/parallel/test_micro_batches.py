@@ -171,17 +171,17 @@ class Looking:
 
 
 def test_pictures_of_the_next_step_are_made_ready_beside_this_one() -> None:
-    sight, data = Looking(), dataset(30)
-    batches, plain = TrainingBatches(plan(), data, sight), TrainingBatches(plan(), data)  # type: ignore[arg-type]
+    processor, data = Looking(), dataset(30)
+    batches, plain = TrainingBatches(plan(), data, processor), TrainingBatches(plan(), data)  # type: ignore[arg-type]
     for step in (1, 2, 3, 7, 9):  # a resumed run begins anywhere
         found, wanted = (b.micro_batches(step, 1) for b in (batches, plain))
         assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in wanted]
         assert all(m.beside is not None for m in found)
     batches._thread.shutdown()  # type: ignore[union-attr]
-    ahead = [row for row, thread in sight.seen if thread.startswith("batches")]
+    ahead = [row for row, thread in processor.seen if thread.startswith("batches")]
     # Three micro-batches a step: 2, 3, 4 and 8 were made ahead (4 and 8 for nothing), of step 10
     # nothing.
-    assert len(ahead) == 12 and len(sight.seen) == 12 + 3 * 3
+    assert len(ahead) == 12 and len(processor.seen) == 12 + 3 * 3
 
 
 def test_a_failure_ahead_is_told_in_its_step() -> None:
