@@ -51,10 +51,10 @@ test-more: setup ## the rest of what CI runs: training runs, the pages' commands
 # (tests/missing_packages.py).
 LIGHT := build/light-$(notdir $(PYTHON))
 
-test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.12
+test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.13
 	$(LIGHT)/bin/python -m pytest $(TWO_WORKERS) -p no:cacheprovider -m '$(QUICK)'
 
-lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Python (mypy wants torch's types): make lint-light PYTHON=python3.12
+lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Python (mypy wants torch's types): make lint-light PYTHON=python3.13
 	$(LIGHT)/bin/ruff check .
 	$(LIGHT)/bin/ruff format --check .
 	$(LIGHT)/bin/lint-imports

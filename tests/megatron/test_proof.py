@@ -104,7 +104,7 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "yarn of a part of a head": (
         "",
         {**LLAMA, "model_type": "stablelm", "partial_rotary_factor": 0.5, "rope_parameters": YARN},
-        {"unsupported": "scales a part"},
+        {"unsupported": "a rotary scaling of"},
     ),
     "ministral": ("", {**LLAMA, "model_type": "ministral", "head_dim": 16}, {}),
     "cwm": ("", {**LLAMA, "model_type": "cwm", "head_dim": 16}, {}),

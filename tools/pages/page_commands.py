@@ -193,10 +193,10 @@ EXCEPTIONS: dict[tuple[str, str], CommandException] = {
     ),
     ("CONTRIBUTING.md", "make test"): CommandException("target", "runs these tests"),
     ("CONTRIBUTING.md", "make test-more"): CommandException("target", "runs these tests"),
-    ("CONTRIBUTING.md", "make test-light PYTHON=python3.12"): CommandException(
+    ("CONTRIBUTING.md", "make test-light PYTHON=python3.13"): CommandException(
         "target", "runs some of these tests"
     ),
-    ("CONTRIBUTING.md", "make lint-light PYTHON=python3.12"): CommandException(
+    ("CONTRIBUTING.md", "make lint-light PYTHON=python3.13"): CommandException(
         "target", "runs beside the tests in .ci/run"
     ),
     ("CONTRIBUTING.md", "make prove"): CommandException("target", "runs for hours"),
