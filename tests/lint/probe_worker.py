@@ -112,6 +112,7 @@ def _filled(case: dict[str, Any], facts: dict[str, Any]) -> None:
     auto = copy.deepcopy(case["config"])
     hf = HfTrainerDeepSpeedConfig(auto)
     hf.trainer_config_process(args)
+    facts["trainer_bf16"] = hf.is_true("bf16.enabled")
     hf.mismatches.clear()  # these arguments are not the file's user's
     hf.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
     plugin = DeepSpeedPlugin(hf_ds_config=hf)

@@ -130,6 +130,22 @@ PROBES: dict[str, list[Probe]] = {
             example=_zero(2) | {"zero_optimization": {"stage": "2"}},
             instead=_zero(2),
         ),
+        Probe(
+            fact=lambda bad, good: bad["bf16"] is good["bf16"] is False,
+            example=_config(bf16={"enabled": "false"}),
+            instead=_config(bf16={"enabled": False}),
+        ),
+        Probe(
+            fact=lambda bad, good: bad["bf16"] is good["bf16"] is True,
+            example=_config(bf16={"enabled": "true"}),
+            instead=_config(bf16={"enabled": True}),
+        ),
+        Probe(
+            at="filled",
+            fact=lambda bad, good: bad["trainer_bf16"] and not good["trainer_bf16"],
+            example=_zero(1) | {"bf16": {"enabled": "false"}},
+            instead=_zero(1) | {"bf16": {"enabled": False}},
+        ),
     ],
     "SW4117": [
         Probe(refuses="Invalid communication_data_type"),

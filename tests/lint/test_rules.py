@@ -144,6 +144,34 @@ def test_lint_of_a_file_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "error[SW4119]: train_batch_size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("audience", "severities"),
+    [
+        ("deepspeed", ["note", "note", "note"]),
+        ("trainer", ["error", "note", "warning"]),
+        (None, ["warning", "note", "warning"]),
+    ],
+)
+def test_text_that_deepspeeds_models_convert(
+    audience: Audience | None, severities: list[str]
+) -> None:
+    """ "false" is false for pydantic; the Trainer's own test of bf16.enabled takes it for true."""
+    text = json.dumps(
+        {
+            "train_batch_size": 1,
+            "bf16": {"enabled": "false"},
+            "zero_optimization": {"contiguous_gradients": "false", "stage": "2"},
+        }
+    )
+    document = parse_ds_config("ds_config.json", text)
+    found = lint(document, linted_ds_config(document, audience))
+    assert [f.code for f in found] == ["SW4116"] * 3
+    assert [f.severity for f in found] == severities
+    assert all(f.fix for f in found)
+    if audience == "deepspeed":
+        assert {f.message.partition("; ")[2] for f in found} == {"DeepSpeed converts it"}
+
+
 def test_gathered_weights_are_of_use_under_autotp() -> None:
     """DeepSpeed's own published example; Accelerate raises without the key at every stage."""
     gather: dict[str, Any] = {"stage": 1, "gather_16bit_weights_on_model_save": True}

@@ -445,6 +445,11 @@ def wrong_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
             )
 
 
+TRAINER_READ_KEYS = frozenset({"bf16.enabled", "fp16.enabled", "zero_optimization.stage"})
+"""Keys of DeepSpeed's models that transformers and Accelerate compare as they stand in the file
+(accelerate/utils/deepspeed.py, is_true and is_zero3)."""
+
+
 @rule("SW4116")
 def quoted_value(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     for misfit in ds_config.schema_mismatches:
@@ -452,20 +457,30 @@ def quoted_value(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
             value = number_or_bool_from_text(
                 str(misfit.value), cast("list[str]", misfit.schema["type"])
             )
-            severity: Severity = "error"
-            if misfit.checked and not (isinstance(value, int) and "e" in str(misfit.value).lower()):
-                effect, severity = "DeepSpeed converts it, other readers do not", "warning"
-            else:
-                effect = (
-                    "for DeepSpeed any text is true"
-                    if isinstance(value, bool)
-                    else "DeepSpeed fails on the text"
-                )
+            effect, severity = _effect_of_quotes(ds_config, misfit, value)
             message = f"{dotted(misfit.path)}: {json_snippet(misfit.value)} is text; {effect}"
             fix = (Edit(kind="set", path=misfit.path, value=value),)
             yield RuleViolation(
                 misfit.path, message, f"Write {json_snippet(value)} without quotes.", fix, severity
             )
+
+
+def _effect_of_quotes(
+    ds_config: LintedDsConfig, misfit: SchemaMismatch, value: int | float | bool | None
+) -> tuple[str, Severity]:
+    """Return what the readers of the file make of a number or boolean in quotes."""
+    is_boolean = isinstance(value, bool)
+    if not misfit.checked:
+        effect = "for DeepSpeed any text is true" if is_boolean else "DeepSpeed fails on the text"
+        return effect, "error"
+    if type(value) is int and "e" in str(misfit.value).lower():
+        return "DeepSpeed fails on the text", "error"
+    is_deepspeeds = ds_config.audience == "deepspeed" and ds_config.is_audience_given
+    if is_deepspeeds or dotted(misfit.path) not in TRAINER_READ_KEYS:
+        return "DeepSpeed converts it", "note"
+    if ds_config.audience == "trainer" and value is False:
+        return "for the Trainer any text is true", "error"
+    return "DeepSpeed converts it, other readers do not", "warning"
 
 
 @rule("SW4117")
