@@ -127,7 +127,7 @@ def test_standard_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--world-size", "0"], ["--for", "lightning"], ["--gpu", "h100-sxm-80gb"], []]
+    "arguments", [["--world-size", "0"], ["--for", "keras"], ["--gpu", "h100-sxm-80gb"], []]
 )
 def test_usage(arguments: list[str], good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", *arguments, *([good] if arguments else [])]) == 1

@@ -172,6 +172,29 @@ def test_text_that_deepspeeds_models_convert(
         assert {f.message.partition("; ")[2] for f in found} == {"DeepSpeed converts it"}
 
 
+LIGHTNING = json.dumps(
+    {
+        "bf16": {"enabled": False},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True},
+    }
+)
+
+
+def test_a_file_for_pytorch_lightning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning fills in the batch, and no "auto"; without --for the message names it."""
+    path = tmp_path / "ds.json"
+    path.write_text(LIGHTNING)
+    assert main(["lint", "--for", "lightning", str(path)]) == 0
+    assert capsys.readouterr() == (f"ok {path}\n", "")
+    assert main(["lint", str(path)]) == 1
+    shown = capsys.readouterr().err
+    assert "error[SW4201]" in shown and "`lint --for lightning`" in shown
+    assert main(["lint", "--for", "deepspeed", str(path)]) == 1
+    assert "lightning" not in capsys.readouterr().err
+    assert codes('{"train_micro_batch_size_per_gpu": "auto"}', "lightning") == ["SW4119"]
+    assert codes('{"steps_per_print": 10,}', "lightning") == ["SW4008"]
+
+
 def test_gathered_weights_are_of_use_under_autotp() -> None:
     """DeepSpeed's own published example; Accelerate raises without the key at every stage."""
     gather: dict[str, Any] = {"stage": 1, "gather_16bit_weights_on_model_save": True}

@@ -58,11 +58,11 @@ def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for",
         dest="audience",
-        choices=("deepspeed", "trainer", "megatron"),
+        choices=("deepspeed", "trainer", "lightning", "megatron"),
         help="who reads the file: a script that calls DeepSpeed; the HF Trainer or Accelerate, "
         'which fill in "auto" '
-        '(default: trainer if the file contains a Trainer "auto"); or the parser of Megatron-LM\'s '
-        "pretrain_gpt.py, "
+        '(default: trainer if the file contains a Trainer "auto"); PyTorch Lightning, which fills '
+        "in the batch; or the parser of Megatron-LM's pretrain_gpt.py, "
         "whose options stand in a shell script",
     )
     parser.add_argument("--fix", action="store_true", help="fix in place what needs no decision")

@@ -272,6 +272,7 @@ DS_CONFIG_CODES: dict[str, str] = {
     "SW4203": "a batch size that does not divide",
     "SW4204": "a group of ranks that does not divide the world",
     "SW4205": "data and sequence ranks that do not make up the world",
+    "SW4206": "accumulation in a file that PyTorch Lightning reads",
     "SW4301": "fp16 and bf16 together",
     "SW4302": "an accumulation type that needs ZeRO",
     "SW4303": "a parameter type against the precision",

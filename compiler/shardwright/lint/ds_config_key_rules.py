@@ -518,7 +518,7 @@ def out_of_range(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
 @rule("SW4119")
 def auto_without_trainer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     autos = [misfit for misfit in ds_config.schema_mismatches if misfit.kind == "auto"]
-    if ds_config.audience == "deepspeed":
+    if ds_config.audience != "trainer":
         for misfit in autos:
             effect = "takes the default instead" if misfit.checked else "fails on the text"
             yield RuleViolation(

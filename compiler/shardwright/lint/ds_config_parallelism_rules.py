@@ -515,12 +515,11 @@ def disabled_parent(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
 
 
 @rule("SW4008", help="Remove the comments and trailing commas.")
-def hjson_for_trainer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
-    if ds_config.audience == "trainer" and not ds_config.is_plain_json:
+def hjson_for_a_json_reader(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.audience != "deepspeed" and not ds_config.is_plain_json:
+        reader = {"trainer": "the Trainer", "lightning": "PyTorch Lightning"}[ds_config.audience]
         yield RuleViolation(
             (),
-            (
-                "the file has comments, a trailing comma or words without quotes; the Trainer "
-                "reads plain JSON"
-            ),
+            f"the file has comments, a trailing comma or words without quotes; {reader} reads "
+            "plain JSON",
         )

@@ -204,7 +204,21 @@ def no_batch_size(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
                 "DeepSpeed "
                 "refuses the file"
             ),
-            f"Give one of them, such as {MICRO_BATCH_SIZE_KEY}: 1.",
+            f"Give one of them, such as {MICRO_BATCH_SIZE_KEY}: 1."
+            + (
+                ""
+                if ds_config.is_audience_given
+                else " PyTorch Lightning fills it in: `lint --for lightning`."
+            ),
+        )
+
+
+@rule("SW4206", at="key", help="Remove it; give accumulate_grad_batches to Lightning's Trainer.")
+def accumulation_for_lightning(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.audience == "lightning" and ds_config.has(ACCUMULATION_STEPS_KEY):
+        yield RuleViolation(
+            (ACCUMULATION_STEPS_KEY,),
+            f"PyTorch Lightning refuses a file with `{ACCUMULATION_STEPS_KEY}`",
         )
 
 

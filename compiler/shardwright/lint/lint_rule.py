@@ -15,8 +15,9 @@ from shardwright.engines.deepspeed.ds_config_schema import (
 )
 from shardwright.utils.json_values import JsonObject, JsonValue
 
-Audience = Literal["deepspeed", "trainer"]
-"""Tells who passes the file to DeepSpeed: a script, or the HF Trainer or Accelerate."""
+Audience = Literal["deepspeed", "trainer", "lightning"]
+"""Tells who passes the file to DeepSpeed: a script, the HF Trainer or Accelerate, or PyTorch
+Lightning's DeepSpeedStrategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
