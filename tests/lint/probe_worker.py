@@ -3,7 +3,7 @@ ds_config.
 
 stdin: a JSON list of {"code", "config" or "text", "at", "world_size", "pipeline", "embedding"};
 stdout: a JSON list of {"error", "logs", "facts"}. `at` says how far to go: config (DeepSpeedConfig
-alone), engine (deepspeed.initialize), step (two optimizer steps).
+alone), engine (deepspeed.initialize), step (six optimizer steps).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import deepspeed
 import torch
 from deepspeed.comm import comm
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -99,9 +100,8 @@ def _filled(case: dict[str, Any], facts: dict[str, Any]) -> None:
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     args = SimpleNamespace(
-        **dict.fromkeys(
-            ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps"), 1
-        ),
+        **dict.fromkeys(("world_size", "per_device_train_batch_size"), 1),
+        gradient_accumulation_steps=case.get("accumulation", 1),
         **dict.fromkeys(("learning_rate", "adam_epsilon", "weight_decay", "max_grad_norm"), 0.5),
         **dict.fromkeys(("save_on_each_node", "fp16", "fp16_full_eval", "bf16_full_eval"), False),
         adam_beta1=0.9,
@@ -129,6 +129,8 @@ def _filled(case: dict[str, Any], facts: dict[str, Any]) -> None:
     plugin.deepspeed_config_process(
         must_match=False, **kept, **{f"zero_optimization.{name}": 1 for name in names}
     )
+    if "accumulation" in case:
+        DeepSpeedConfig(plugin.deepspeed_config)
     facts["left"] = [
         path for path, value in _leaves(plugin.deepspeed_config, "") if value == "auto"
     ]
@@ -224,10 +226,10 @@ def _partition_config(case: dict[str, Any], facts: dict[str, Any]) -> None:
 
 def _engine(case: dict[str, Any], facts: dict[str, Any]) -> Any:
     config = copy.deepcopy(case["config"])
-    if "optimizer" in config and str(config["optimizer"].get("type", "")).lower() in (
-        "adam",
-        "adamw",
-    ):
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # the last engine's, of the whole process
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
+    is_adam = str(config.get("optimizer", {}).get("type", "")).lower() in ("adam", "adamw")
+    if is_adam and not case.get("deepspeeds_adam"):
         config["optimizer"].setdefault("params", {})["torch_adam"] = (
             True  # else an extension is compiled
         )
@@ -256,6 +258,10 @@ def _engine(case: dict[str, Any], facts: dict[str, Any]) -> Any:
         "learning_rate": engine.get_lr()[0] if optimizer is not None else None,
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "warmup_type": getattr(scheduler, "warmup_type", None),
+        "peak": max(getattr(scheduler, "max_lrs", [0.0])),
+        "scaled": str(parameters[0].dtype)
+        if getattr(optimizer, "torch_autocast_gradscaler", None) is not None
+        else "",
         "accumulates": str(engine.get_data_types()[1]),
         "dynamic_scale": engine.dynamic_loss_scale(),
         "checkpointing": checkpointing.is_configured(),
@@ -293,10 +299,22 @@ def _step(case: dict[str, Any], facts: dict[str, Any]) -> None:
         )
         engine.train_batch(iter([(ids, label)] * 8))
         return
-    for _ in range(2):
-        loss = engine(torch.randn(size, 8, dtype=dtype)).float().pow(2).mean()
+    facts["losses"] = _losses(engine, size, dtype)
+    if "precision" in case:
+        config = {k: v for k, v in case["config"].items() if k != case["precision"]}
+        facts["plain"] = _losses(_engine({**case, "config": config}, {}), size, torch.float32)
+
+
+def _losses(engine: Any, size: int, dtype: torch.dtype) -> list[float]:
+    torch.manual_seed(1)
+    rows = torch.randn(size, 8).to(dtype)
+    losses: list[float] = []
+    for _ in range(6):
+        loss = engine(rows).float().pow(2).mean()
+        losses.append(loss.item())
         engine.backward(loss)
         engine.step()
+    return losses
 
 
 _PLACES = {

@@ -45,6 +45,14 @@ def near(facts: Facts) -> bool:
     return max_series_diff(facts["losses"], facts["plain"]) < 1e-5
 
 
+def drift(facts: Facts) -> float:
+    """The largest relative difference from the losses of the same engine in fp32."""
+    pairs = zip(facts["losses"], facts["plain"], strict=True)
+    return max((float(abs(loss / plain - 1)) for loss, plain in pairs), default=0.0)
+
+
+ON = {"enabled": True}
+FAST = {"type": "AdamW", "params": {"lr": 1e-2}}
 PIPELINE = {"pipeline": True}
 AUTOTP = {
     "tensor_parallel": {
@@ -230,6 +238,9 @@ PROBES: dict[str, list[Probe]] = {
             instead={"data_parallel_size": 2, "sequence_parallel_size": 4},
         ),
     ],
+    "SW4207": [
+        Probe(at="filled", refuses="Check batch related parameters", options={"accumulation": 4})
+    ],
     "SW4301": [Probe(refuses="cannot be simultaneously enabled")],
     "SW4302": [Probe(at="step", refuses="unsupported mix")],
     "SW4303": [Probe(at="step", refuses="conflicts with the enabled precision")],
@@ -269,6 +280,29 @@ PROBES: dict[str, list[Probe]] = {
                 (bad["accumulates"], good["accumulates"]) == ("torch.bfloat16", "torch.float32")
             ),
         )
+    ],
+    "SW4310": [
+        Probe(
+            at="step",
+            options={"precision": "bf16"},
+            fact=lambda bad, good: drift(bad) > 0.1 > 0.02 > drift(good),
+            example=_zero(0) | {"bf16": ON, "optimizer": FAST},
+            instead=_zero(1) | {"bf16": ON, "optimizer": FAST},
+        )
+    ],
+    "SW4311": [
+        Probe(
+            at="step",
+            fact=lambda bad, good: (
+                (bad["scaled"], good["scaled"]) == ("torch.bfloat16", "torch.float32")
+            ),
+        ),
+        Probe(
+            at="step",
+            refuses="No inf checks were recorded",
+            example=_config(bf16=ON, torch_autocast={**ON, "dtype": "float16"}),
+            instead=_config(torch_autocast={**ON, "dtype": "float16"}),
+        ),
     ],
     "SW4401": [
         Probe(
@@ -392,7 +426,25 @@ PROBES: dict[str, list[Probe]] = {
     "SW4501": [Probe(at="engine", refuses="is not a supported DeepSpeed Optimizer")],
     "SW4502": [Probe(at="engine", refuses="is not a supported DeepSpeed Optimizer")],
     "SW4503": [Probe(at="engine", refuses="'max_grad_norm' is not supported")],
-    "SW4504": [Probe(at="engine", refuses="unexpected keyword argument 'freeze_step'")],
+    "SW4504": [
+        Probe(at="engine", refuses="unexpected keyword argument 'freeze_step'"),
+        *(
+            # What does not fail is FusedAdam, which is compiled for GPUs.
+            Probe(
+                at="engine",
+                refuses=refuses,
+                example=_config(optimizer={"type": "AdamW", "params": {name: True}}),
+                instead=_config(
+                    optimizer={"type": "AdamW", "params": {name: True, "torch_adam": True}}
+                ),
+                options={"deepspeeds_adam": True},
+            )
+            for name, refuses in (
+                ("fused", "FusedAdam.__init__() got an unexpected keyword argument 'fused'"),
+                ("amsgrad", "FusedAdam does not support the AMSGrad variant"),
+            )
+        ),
+    ],
     "SW4505": [Probe(at="step", refuses="must provide optimizer")],
     "SW4506": [
         Probe(at="engine", fact=lambda bad, good: bad["decoupled"] and good["decoupled"]),
@@ -442,6 +494,24 @@ PROBES: dict[str, list[Probe]] = {
     "SW4517": [Probe(at="engine", refuses="Muon and reduce scatter cannot be used together")],
     "SW4518": [Probe(at="engine", refuses="untested ZeRO Optimizer")],
     "SW4519": [Probe(at="engine", refuses="Invalid beta parameter")],
+    "SW4520": [
+        Probe(at="step", fact=lambda bad, good: (bad["peak"], good["peak"]) == (0.001, 2e-5)),
+        Probe(
+            at="step",
+            fact=lambda bad, good: bad["peak"] == good["peak"] == 2e-5,
+            example=_config(
+                optimizer={"type": "AdamW", "params": {"lr": 2e-5}},
+                scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+            ),
+            instead=_config(
+                optimizer={"type": "AdamW", "params": {"lr": 2e-5}},
+                scheduler={
+                    "type": "WarmupLR",
+                    "params": {"warmup_num_steps": 10, "warmup_max_lr": 2e-5},
+                },
+            ),
+        ),
+    ],
     "SW4601": [
         Probe(at="engine", options=PIPELINE, refuses="incompatible with pipeline parallelism")
     ],

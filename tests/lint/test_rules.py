@@ -15,7 +15,7 @@ from shardwright.diagnostics.code_explanations import CodeExplanation, ds_config
 from shardwright.diagnostics.code_registry import DS_CONFIG_CODES
 from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 from shardwright.lint.ds_config_document import parse_ds_config
-from shardwright.lint.ds_config_linter import RULES, diagnostic, lint, linted_ds_config
+from shardwright.lint.ds_config_linter import RULES, diagnostic, fixed, lint, linted_ds_config
 from shardwright.lint.lint_rule import Audience
 from tools.generate.lint_page import PAGE, written
 
@@ -26,7 +26,10 @@ BAD = sorted((HERE / "bad").glob("*.json"))
 
 # What is right to say of files that train: each is a key that does nothing there, or a default that
 # is another than the file's words suggest.
-WARNINGS: dict[str, list[str]] = {"deepspeed-ulysses": ["SW4611"]}
+WARNINGS: dict[str, list[str]] = {
+    "deepspeed-ulysses": ["SW4611"],
+    "trainer-tensor-parallel": ["SW4207"],
+}
 
 # Come from reading the file, from a model, or from the lowering: no rule over a document.
 ELSEWHERE = {
@@ -133,7 +136,7 @@ def test_bad_file_is_shown_as_it_was(path: Path, update_golden: bool) -> None:
 def test_lint_of_a_file_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --for a file with "auto" is linted as the Trainer's, and says so."""
     path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
+    path.write_text('{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}')
     assert main(["lint", str(path)]) == 0
     assert "note[SW4119]" in capsys.readouterr().err
     assert main(["lint", str(path), "--format", "github"]) == 0
@@ -141,7 +144,7 @@ def test_lint_of_a_file_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["lint", str(path), "--for", "trainer"]) == 0
     assert capsys.readouterr() == (f"ok {path}\n", "")
     assert main(["lint", str(path), "--for", "deepspeed"]) == 1
-    assert "error[SW4119]: train_batch_size" in capsys.readouterr().err
+    assert "error[SW4119]: train_micro_batch_size_per_gpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_text_that_deepspeeds_models_convert(
     """ "false" is false for pydantic; the Trainer's own test of bf16.enabled takes it for true."""
     text = json.dumps(
         {
-            "train_batch_size": 1,
+            "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": "false"},
             "zero_optimization": {"contiguous_gradients": "false", "stage": "2"},
         }
@@ -193,6 +196,60 @@ def test_a_file_for_pytorch_lightning(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "lightning" not in capsys.readouterr().err
     assert codes('{"train_micro_batch_size_per_gpu": "auto"}', "lightning") == ["SW4119"]
     assert codes('{"steps_per_print": 10,}', "lightning") == ["SW4008"]
+
+
+CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "zero", "message"),
+    [
+        ("AdamW", {"fused": True}, {"stage": 2}, 'FusedAdam takes no "fused"'),
+        ("Adam", {"amsgrad": True}, {"stage": 2}, "FusedAdam refuses amsgrad"),
+        ("AdamW", {"amsgrad": True}, CPU, "DeepSpeedCPUAdam refuses amsgrad"),
+        ("AdamW", {"set_grad_none": True}, CPU, "DeepSpeedCPUAdam takes no"),
+        ("Lion", {"fp32_optimizer_states": True}, {"stage": 2}, "FusedLion"),
+        ("Adagrad", {"amsgrad": True}, {"stage": 2}, "Adagrad takes no"),
+        ("AdamW", {"amsgrad": False, "fp32_optimizer_states": True}, {"stage": 2}, ""),
+        ("AdamW", {"fused": True, "amsgrad": True, "torch_adam": True}, CPU, ""),
+        ("Lion", {"fp32_optimizer_states": True}, CPU, ""),
+        ("AdamW", {"fused": False}, {"stage": 2, "offload_optimizer": {"device": "auto"}}, ""),
+    ],
+)  # fmt: skip
+def test_the_class_that_deepspeed_builds_takes_the_parameters(
+    name: str, params: dict[str, Any], zero: dict[str, Any], message: str
+) -> None:
+    text = json.dumps(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "optimizer": {"type": name, "params": {"lr": 1e-4, **params}},
+        }
+    )
+    document = parse_ds_config("ds_config.json", text)
+    found = [f for f in lint(document, linted_ds_config(document, "trainer")) if f.code == "SW4504"]
+    assert bool(found) is bool(message)
+    for f in found:
+        assert f.severity == "error"
+        assert f.message.replace(", which DeepSpeed builds here,", "").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("batch", "world", "wanted"),
+    [
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, None, ["SW4207"]),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, 8, ["SW4207"]),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}, 8, []),
+        ({"train_micro_batch_size_per_gpu": "auto"}, None, []),
+    ],
+)
+def test_accumulation_that_accelerate_writes(
+    batch: dict[str, Any], world: int | None, wanted: list[str]
+) -> None:
+    text = json.dumps({**batch, "zero_optimization": {"stage": 1}})
+    assert codes(text, "trainer", world) == wanted
+    document, _ = fixed(parse_ds_config("ds_config.json", text), "trainer", world)
+    assert bool(wanted) is (document.config.get("gradient_accumulation_steps") == "auto")
 
 
 def test_gathered_weights_are_of_use_under_autotp() -> None:

@@ -27,6 +27,7 @@ from deepspeed.inference.config import WeightQuantConfig
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.module_inject.autotp_config import AutoTPPresets
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -208,29 +209,36 @@ def parameters(kind: Any, *added: str) -> dict[str, Any]:
 def optimizers() -> dict[str, Any]:
     """name -> its parameters; DeepSpeed's own names in small letters, for they are matched in any
     case (engine.py, _configure_basic_optimizer). `zero`: whether ZeRO takes it without
-    zero_allow_untested_optimizer."""
+    zero_allow_untested_optimizer. `forms`: the classes that DeepSpeed builds, for each device of
+    the optimizer, and under torch_adam."""
     adam = {
-        n
-        for kind in (FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW)
-        for n in parameters(kind)["params"]
+        device: form(kind, *ADAM_WORDS)
+        for device, kind in (
+            ("gpu", FusedAdam),
+            ("cpu", DeepSpeedCPUAdam),
+            ("torch", torch.optim.AdamW),
+        )
     }
-    adam -= {"adamw_mode"}  # given by DeepSpeed itself
-    lamb = {*parameters(FusedLamb)["params"]}
-    own = {
-        "adam": {"params": sorted({*adam, *ADAM_WORDS}), "required": [], "zero": True},
-        "adamw": {"params": sorted({*adam, *ADAM_WORDS}), "required": [], "zero": True},
+    for taken in adam.values():
+        taken["params"] = sorted({*taken["params"]} - {"adamw_mode"})  # given by DeepSpeed itself
+    own: dict[str, dict[str, Any]] = {
+        "adam": {"forms": adam, "zero": True},
+        "adamw": {"forms": adam, "zero": True},
         "adagrad": {
-            **parameters(torch.optim.Adagrad, "fp32_optimizer_states", "amsgrad"),
+            "forms": {"gpu": form(torch.optim.Adagrad), "cpu": form(DeepSpeedCPUAdagrad)},
             "zero": True,
         },
-        "lamb": {"params": sorted(lamb - {"max_grad_norm"}), "required": [], "zero": False},
+        "lamb": {"forms": {"gpu": form(FusedLamb)}, "zero": False},
         "lion": {
-            "params": sorted(
-                {*parameters(FusedLion)["params"], *parameters(DeepSpeedCPULion)["params"]}
-            ),
-            "required": [],
+            "forms": {"gpu": form(FusedLion), "cpu": form(DeepSpeedCPULion)},
             "zero": True,
         },
+    }
+    own["lamb"]["forms"]["gpu"]["params"].remove("max_grad_norm")
+    for entry in own.values():
+        names = {n for kind in entry["forms"].values() for n in kind["params"]}
+        entry |= {"params": sorted(names), "required": []}
+    own |= {
         # Its parameters are taken apart by DeepSpeed and unknown ones dropped: not listed here.
         "muon": {"params": None, "required": [], "zero": True},
         **{
@@ -249,6 +257,16 @@ def optimizers() -> dict[str, Any]:
 
 
 ADAM_WORDS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+
+
+def form(kind: Any, *added: str) -> dict[str, Any]:
+    """What one class of an optimizer takes; `refuses`: a parameter that it takes only as false."""
+    refused = ["amsgrad"] * ("not support the AMSGrad variant" in inspect.getsource(kind))
+    return {
+        "class": kind.__name__,
+        "params": parameters(kind, *added)["params"],
+        "refuses": refused,
+    }
 
 
 def schedulers() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from shardwright.layout.formats import format_spelled
@@ -162,6 +162,40 @@ def pipeline_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
                 "only 8 bits"
             ),
             'Take zero_optimization.stage: 1 and "data_types": {"grad_accum_dtype": "fp32"}.',
+        )
+
+
+@rule("SW4310", "warning", help="Write zero_optimization.stage: 1.")
+def bf16_without_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    is_drifting = ds_config.stage == 0 and precision(ds_config) == "bf16"
+    is_said = ds_config.has("data_types", "grad_accum_dtype")
+    if is_drifting and not is_said and not ds_config.has_pipeline:
+        stage, enabled = ("zero_optimization", "stage"), ("bf16", "enabled")
+        yield RuleViolation(
+            stage if ds_config.has(*stage) else enabled,
+            "bf16 at ZeRO stage 0 drifts from fp32, which stage 1 does not",
+        )
+
+
+@rule("SW4311", "warning", help="Remove one of the two sections.")
+def autocast_in_another_precision(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    """Check engine.py:671 and runtime/zero/stage_1_and_2.py:611: a gradient scaler of torch over
+    parameters that are bf16 already."""
+    model, key = precision(ds_config), ("torch_autocast", "dtype")
+    dtype = format_spelled(ds_config.get(*key))
+    if not ds_config.is_on("torch_autocast", "enabled") or model not in ("fp16", "bf16"):
+        return
+    if dtype in ("fp16", "bf16", "fp32") and dtype != model:
+        fails = ds_config.stage == 0 and (model, dtype) == ("bf16", "fp16")
+        effect = (
+            "at ZeRO stage 0 the first optimizer step fails"
+            if fails
+            else f"layers compute in {dtype} with weights that are rounded to {model}"
+        )
+        yield RuleViolation(
+            key,
+            f"torch_autocast in {dtype} beside `{model}`: {effect}",
+            severity="error" if fails else "",
         )
 
 
@@ -325,6 +359,29 @@ def mesh_size_mismatch(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         )
 
 
+@rule("SW4207", "warning", at="key")
+def accumulation_not_filled(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    """Check accelerate/utils/dataclasses.py:1274: Accelerate writes 1 where the key is missing, and
+    --gradient_accumulation_steps of the Trainer goes into train_batch_size alone."""
+    if (
+        ds_config.audience != "trainer"
+        or ds_config.get(TRAIN_BATCH_SIZE_KEY) is None
+        or ds_config.has(ACCUMULATION_STEPS_KEY)
+    ):
+        return
+    train, micro = ds_config.integer(TRAIN_BATCH_SIZE_KEY), ds_config.integer(MICRO_BATCH_SIZE_KEY)
+    ranks = data_ranks(ds_config)
+    if train and micro and ranks and train == micro * ranks:
+        return
+    yield RuleViolation(
+        (TRAIN_BATCH_SIZE_KEY,),
+        f"without {ACCUMULATION_STEPS_KEY} Accelerate accumulates over 1 micro-batch, whatever "
+        "--gradient_accumulation_steps says, and DeepSpeed refuses the other batch",
+        f'Add "{ACCUMULATION_STEPS_KEY}": "auto".',
+        (Edit(kind="add", path=(ACCUMULATION_STEPS_KEY,), value="auto"),),
+    )
+
+
 # Optimizer and scheduler: sections that DeepSpeed passes to constructors unchanged.
 
 
@@ -413,11 +470,42 @@ def max_grad_norm(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         )
 
 
+def optimizer_form(ds_config: LintedDsConfig) -> JsonObject | None:
+    """Return the class that DeepSpeed builds for the optimizer, as the snapshot describes it
+    (engine.py, get_optimizer_configuration and _configure_basic_optimizer); None where it depends
+    on an "auto" or on nothing."""
+    entry = optimizer(ds_config)
+    forms = cast("Mapping[str, JsonObject]", (entry or {}).get("forms", {}))
+    if "torch" in forms and ds_config.is_on("optimizer", "params", "torch_adam"):
+        return forms["torch"]
+    device = ds_config.offload("offload_optimizer")
+    if "cpu" not in forms or device == "none":
+        return forms.get("gpu")
+    return None if device == "auto" else forms["cpu"]
+
+
 @rule("SW4504", at="key")
 def unknown_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
-    entry = optimizer(ds_config)
-    if entry is not None and entry["params"] is not None:
-        yield from _unknown(ds_config, "optimizer", cast("list[str]", entry["params"]))
+    entry, form = optimizer(ds_config), optimizer_form(ds_config)
+    if entry is None or entry["params"] is None:
+        return
+    names = cast("list[str]", entry["params"])
+    yield from _unknown(ds_config, "optimizer", names)
+    if form is None:
+        return
+    forms = cast("Mapping[str, JsonObject]", entry["forms"])
+    accepted, refused = (cast("list[str]", form[key]) for key in ("params", "refuses"))
+    for key in ds_config.section("optimizer", "params"):
+        path = ("optimizer", "params", key)
+        if key in refused and ds_config.is_on(*path):
+            message = f"{form['class']}, which DeepSpeed builds here, refuses {key}"
+        elif key in names and key not in accepted:
+            message = f"{form['class']}, which DeepSpeed builds here, takes no {json_snippet(key)}"
+        else:
+            continue
+        by_torch = key in cast("list[str]", forms.get("torch", {}).get("params", []))
+        more = ' or add "torch_adam": true for torch.optim.AdamW.' if by_torch else ""
+        yield RuleViolation(path, message, f"Remove it{',' + more if more else '.'}")
 
 
 @rule("SW4510", at="key")
@@ -638,6 +726,33 @@ def betas(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
                 ("optimizer", "params", "betas"),
                 f"betas {json_snippet(value)} are not two numbers in [0, 1)",
             )
+
+
+WARMUP_DECAY_MAX_LR = 1e-3
+"""WarmupDecayLR's own default of warmup_max_lr (lr_schedules.py:818)."""
+
+
+@rule("SW4520", "warning", at="key")
+def warmup_decay_rate(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    """Check lr_schedules.py:818: WarmupLR takes the optimizer's rate, WarmupDecayLR does not."""
+    params, rate = ("scheduler", "params"), ("optimizer", "params", "lr")
+    if (
+        ds_config.get("scheduler", "type") != "WarmupDecayLR"
+        or ds_config.get(*params) is None
+        or ds_config.has(*params, "warmup_max_lr")
+        or ds_config.number(*rate) == WARMUP_DECAY_MAX_LR
+    ):
+        return
+    number = ds_config.number(*rate)
+    unused = "the optimizer's rate" if number is None else f"optimizer.params.lr {number:g}"
+    yield RuleViolation(
+        params,
+        f"without warmup_max_lr WarmupDecayLR rises to {WARMUP_DECAY_MAX_LR:g}; {unused} is not "
+        "used",
+        "Add warmup_max_lr"
+        + (', "auto" for the rate of the Trainer.' if ds_config.audience == "trainer" else ": ")
+        + ("" if ds_config.audience == "trainer" else f"{number or 2e-5:g}."),
+    )
 
 
 def _unknown(ds_config: LintedDsConfig, section: str, names: list[str]) -> Iterator[RuleViolation]:
