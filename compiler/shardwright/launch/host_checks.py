@@ -528,17 +528,27 @@ def _pinned_interfaces(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]:
-    """(variable, name) for which this host has no card. NCCL takes beginnings (=exact) and refusals
-    (^)."""
-    there = probed.facts.interfaces
-    missing = []
+    """Return (variable, value) of what names no interface of this host.
+
+    Gloo opens each interface of its list (torch's ProcessGroupGloo). NCCL takes every interface
+    that one name of its list matches: as a beginning, in full after `=`, none of them after `^`
+    (src/misc/socket.cc).
+    """
+    there, missing = probed.facts.interfaces, list[tuple[str, str]]()
     for variable, value in _pinned_interfaces(plan):
-        for name in value.split(","):
-            exact = variable.startswith("GLOO") or name.startswith("=")
-            plain = name.lstrip("=")
-            found = plain in there if exact else any(card.startswith(plain) for card in there)
-            if not found and not value.startswith("^"):
-                missing.append((variable, plain))
+        if variable.startswith("GLOO"):
+            missing += [(variable, name) for name in value.split(",") if name not in there]
+            continue
+        names = value.removeprefix("^").removeprefix("=").split(",")
+        is_exact = value.removeprefix("^").startswith("=")
+        matches = {
+            card: any(
+                card == name or (not is_exact and card.startswith(name)) for name in names if name
+            )
+            for card in there
+        }
+        if not any(match != value.startswith("^") for match in matches.values()):
+            missing.append((variable, value))
     return missing
 
 

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, Location, Refusal, found
 
-SHELL_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+SHELL_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./^-]*")
 """Matches text that DeepSpeed's multi-node launchers pass on unchanged. pdsh hands it to a
 remote shell unquoted; the others leave DeepSpeed's added quotes in place
 (launcher/multinode_runner.py)."""
 
-# DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots, and ignores it.
+# DeepSpeed's own pattern (launcher/runner.py) ignores any text after the slots. Open MPI's files have
+# max_slots there; the ranks of a host are its slots.
 _HOST_LINE = re.compile(
-    r"((?:{name}@)?{name})\s+slots=([0-9]{{1,6}})".format(name=r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+    r"((?:{name}@)?{name})\s+slots=([0-9]{{1,6}})(?:\s+max[_-]slots=[0-9]{{1,6}})?(?:\s+\#.*)?".format(
+        name=r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+    )
 )
 _COLON = re.compile(r"([^\s:]+):([^\s:]*)(:\S*)?\s+slots=[0-9]+")
 
@@ -121,9 +124,7 @@ def _count(number: int, noun: str) -> str:
 def _unreadable(number: int, line: str, place: Location) -> Diagnostic:
     colon = _COLON.fullmatch(line)
     message = f"hostfile line {number}: {line!r} is not `name slots=N`"
-    help = (
-        "Write one host a line: its name, a space and slots=N. Put comments on lines of their own."
-    )
+    help = "Write one host a line: its name, a space and slots=N; a comment begins with #."
     if colon is not None and colon[3] is None and colon[2].isdecimal():
         message = f"hostfile line {number}: '{colon[1]}:{colon[2]}' is a host name with a port"
         name = colon[1].rpartition("@")[2]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from shardwright.compile.recipe_compiler import compile_recipe
-from shardwright.launch.host_checks import HostCheckInput, _build_tools, _memory
+from shardwright.launch.host_checks import HostCheckInput, _build_tools, _interfaces, _memory
 from shardwright.launch.host_probe import (
     HostFacts,
     LinkRates,
@@ -44,6 +44,36 @@ def test_offloaded_states_need_what_the_compiler_says(
         return [problem.code for problem in _memory(x).problems]
 
     assert codes(needed / 0.89) == [] and codes(needed / 0.91) == ["SW5310"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "missing"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth0,ib0", []),
+        ("NCCL_SOCKET_IFNAME", "ib0,eth", []),
+        ("NCCL_SOCKET_IFNAME", "^docker0,lo", []),
+        ("NCCL_SOCKET_IFNAME", "=eth0,ib0", []),
+        ("NCCL_SOCKET_IFNAME", "=eth", ["=eth"]),
+        ("NCCL_SOCKET_IFNAME", "ens,ib0", ["ens,ib0"]),
+        ("NCCL_SOCKET_IFNAME", "^eth,lo,docker", ["^eth,lo,docker"]),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", ["ib0"]),
+        ("GLOO_SOCKET_IFNAME", "eth", ["eth"]),
+    ],
+)
+def test_nccl_takes_any_interface_of_its_list(
+    plan: Plan, tmp_path: Path, variable: str, value: str, missing: list[str]
+) -> None:
+    pinned = dataclasses.replace(
+        plan, launch=dataclasses.replace(plan.launch, env=((variable, value),))
+    )
+    facts = HostFacts(interfaces=("lo", "docker0", "eth0"))
+    there = ProbedHost(host="a", facts=facts)
+    x = HostCheckInput(plan=pinned, folder=tmp_path, shared=True, answers=(there,), digest=None)
+    found = _interfaces(x).problems
+    assert [p.code for p in found] == ["SW5307"] * len(missing)
+    assert all(
+        f"a: {variable}={name}, but" in p.message for p, name in zip(found, missing, strict=True)
+    )
 
 
 def test_what_a_probe_says_comes_back() -> None:

@@ -16,12 +16,23 @@ def test_hosts_in_order_without_comments() -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    ["b slots=8 # eight", "b slots=8 max_slots=8", "b  slots=8  max-slots=16  # rack 2, 8 of 16"],
+)
+def test_what_deepspeed_and_open_mpi_allow_behind_the_slots(line: str) -> None:
+    first, second = read_hostfile("hosts", f"a slots=8\n{line}\n", nodes=2, gpus_per_node=8)
+    assert (second.name, second.slots) == ("b", 8) and first.slots == 8
+
+
+@pytest.mark.parametrize(
     ("line", "code"),
     [
         ("b", "SW5201"),
         ("b slots=", "SW5201"),
         ("b slots=-1", "SW5201"),
-        ("b slots=8 # eight", "SW5201"),
+        ("b slots=8 eight", "SW5201"),
+        ("b slots=8#eight", "SW5201"),
+        ("b max_slots=8 slots=8", "SW5201"),
         ("b;reboot slots=8", "SW5201"),
         ("$(reboot) slots=8", "SW5201"),
         ("-oProxyCommand=reboot slots=8", "SW5201"),

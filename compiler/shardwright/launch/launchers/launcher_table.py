@@ -178,7 +178,7 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
             values.append((("launch", "master_addr"), launch.master_addr))
         why = f"cannot pass through {launcher.name}: DeepSpeed does not quote values for it"
         help = (
-            "Use letters, digits and _ @ % + = : , . / - only. Set other values in "
+            "Use letters, digits and _ @ % + = : , . / ^ - only. Set other values in "
             "launch.setup_script."
         )
         wrong += [

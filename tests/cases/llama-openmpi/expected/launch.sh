@@ -19,7 +19,7 @@ SHARDWRIGHT_PYTHON=$(dirname -- "$(command -v deepspeed)")/python
 export SHARDWRIGHT_PYTHON
 # By which the ranks know each other; nobody else's connection is listened to.
 export SHARDWRIGHT_TOKEN=${SHARDWRIGHT_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
-safe='^[A-Za-z0-9_@%+=:,./-]*$' # openmpi gets no quotes
+safe='^[A-Za-z0-9_@%+=:,./^-]*$' # openmpi gets no quotes
 env_file=$(mktemp) # deepspeed forwards few names by itself; these go by file, readable by this user only
 trap 'rm -f "$env_file"' EXIT
 for name in MASTER_ADDR MASTER_PORT SHARDWRIGHT_PYTHON PYTHONUNBUFFERED NCCL_DEBUG; do

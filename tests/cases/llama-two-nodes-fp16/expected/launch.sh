@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 export NCCL_DEBUG=WARN
 # By which the ranks know each other; nobody else's connection is listened to.
 export SHARDWRIGHT_TOKEN=${SHARDWRIGHT_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
-safe='^[A-Za-z0-9_@%+=:,./-]*$' # pdsh gets no quotes
+safe='^[A-Za-z0-9_@%+=:,./^-]*$' # pdsh gets no quotes
 env_file=$(mktemp) # deepspeed forwards few names by itself; these go by file, readable by this user only
 trap 'rm -f "$env_file"' EXIT
 for name in HF_HUB_OFFLINE TOKENIZERS_PARALLELISM NCCL_DEBUG; do

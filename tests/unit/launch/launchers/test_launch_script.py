@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +111,36 @@ def test_pdsh_passes_env_by_file(
     assert not any(
         b"secret" in p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()
     )
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_the_interfaces_that_nccl_leaves_out_pass(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, launcher: str
+) -> None:
+    """`^docker0,lo`, the form that NCCL recommends, needs no quotes in any shell."""
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    env = {"NCCL_SOCKET_IFNAME": "^docker0,lo"}
+    done = launch({**TWO_NODES, "launch": {"launcher": launcher, "env": env}}, arguments=("hosts",))
+    assert done.returncode == 0, done.stderr
+    assert "NCCL_SOCKET_IFNAME=^docker0,lo" in done.stdout
+
+
+def test_pdsh_hands_the_interfaces_to_a_shell_unchanged() -> None:
+    """What DeepSpeed itself builds for pdsh, run by the shells that a host may log in with."""
+    runner = pytest.importorskip("deepspeed.launcher.multinode_runner")
+    arguments = argparse.Namespace(
+        user_args=[], user_script="train.py", ssh_port=None, launcher_args="", master_addr="a",
+        master_port=1, venv_script=None, no_python=False, module=False, no_local_rank=False,
+        save_pid=False, enable_each_rank_log=None,
+    )  # fmt: skip
+    pdsh = runner.PDSHRunner(arguments, "e30=")
+    pdsh.add_export("NCCL_SOCKET_IFNAME", "^docker0,lo")
+    command, *_ = pdsh.get_cmd({}, {"a": [0]})
+    exports = next(word for word in command if "export " in word)
+    for shell in filter(shutil.which, ("sh", "bash", "dash", "zsh")):
+        script = f'{exports} printf %s "$NCCL_SOCKET_IFNAME"'
+        done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout == "^docker0,lo", shell
 
 
 def test_what_was_sent_is_removed_where_no_rank_took_it(
