@@ -12,8 +12,8 @@ SHELL_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./^-]*")
 remote shell unquoted; the others leave DeepSpeed's added quotes in place
 (launcher/multinode_runner.py)."""
 
-# DeepSpeed's own pattern (launcher/runner.py) ignores any text after the slots. Open MPI's files have
-# max_slots there; the ranks of a host are its slots.
+# DeepSpeed's own pattern (launcher/runner.py) ignores any text after the slots. Open MPI's files
+# have max_slots there; the ranks of a host are its slots.
 _HOST_LINE = re.compile(
     r"((?:{name}@)?{name})\s+slots=([0-9]{{1,6}})(?:\s+max[_-]slots=[0-9]{{1,6}})?(?:\s+\#.*)?".format(
         name=r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
