@@ -13,7 +13,8 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.diagnostics.code_explanations import CodeExplanation, megatron_args_explanations
 from shardwright.diagnostics.code_registry import MEGATRON_ARGS_CODES
-from shardwright.lint.megatron_lint import RULES, lint_arguments, options, read_arguments
+from shardwright.lint.megatron_lint import RULES, lint_arguments
+from shardwright.lint.megatron_script import options, read_arguments
 
 NAME = "megatron_args.sh"
 SCRIPT = """#!/bin/bash
@@ -101,6 +102,116 @@ def test_a_script_is_read_as_a_shell_reads_it() -> None:
 )  # fmt: skip
 def test_other_files(text: str, world: int | None, wanted: list[str]) -> None:
     assert codes(text, world) == wanted
+
+
+DISTRIBUTED = """DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS --nnodes ${NUM_NODES:-1}
+    --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port 6000
+)
+"""
+PROFILER = 'PROFILE="nsys profile --sample=none --trace=cuda,nvtx --cuda-graph-trace=node"\n'
+LAUNCHES = {
+    "arrays that only torchrun gets": (
+        DISTRIBUTED + "MODEL_ARGS=(--num-layers 30 --bf16)\n"
+        'torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${MODEL_ARGS[@]}"\n'
+    ),
+    "a profiler in a variable": (
+        PROFILER + "MODEL_ARGS=(--num-layers 30 --bf16)\n"
+        "$PROFILE torchrun --nproc-per-node 8 pretrain_gpt.py ${MODEL_ARGS[@]}\n"
+    ),
+    "srun starts a command that is a string": (
+        'MODEL_ARGS=" --num-layers 30 \\\n  --bf16 "\n'
+        'RUN="python -u ${MEGATRON}/pretrain_gpt.py ${MODEL_ARGS}"\n'
+        'srun -l --container-image "a#b/c:1" --output=$PWD/%x_%j.log sh -c "${RUN}"\n'
+    ),
+    "options of the script itself": (
+        'while [[ $# -gt 0 ]]; do\n  case $1 in\n    --checkpoint-path)\n      CKPT="$2"; shift 2\n'
+        "      ;;\n    --data) DATA=$2 ;;\n  esac\ndone\n"
+        'SCRIPT="pretrain_gpt.py"\n'
+        "python -m torch.distributed.run --nnodes 2 ${SCRIPT} --num-layers 30 --bf16\n"
+    ),
+    "a launcher from outside, a script by a condition": (
+        "if [[ $MODEL == *Hybrid* ]]; then\n    EXE=../pretrain_hybrid.py\nelse\n"
+        "    EXE=../pretrain_gpt.py\nfi\n${LAUNCH} ${EXE} --num-layers 30 --bf16\n"
+    ),
+    "an array that is added to": (
+        "ARGS=(--num-layers 30)\nARGS+=(\n    # half precision\n    --bf16\n)\n"
+        "torchrun pretrain_gpt.py ${ARGS[@]} 2>&1 | tee --append log.txt\n"
+    ),
+}
+"""How Megatron-LM's own examples start pretrain_gpt.py."""
+
+
+@pytest.mark.parametrize("text", LAUNCHES.values(), ids=LAUNCHES)
+def test_the_launchers_words_are_not_megatrons(text: str) -> None:
+    arguments = read_arguments(NAME, text, 8)
+    assert [(g.name, g.values) for g in arguments.given] == [
+        ("--num-layers", ("30",)),
+        ("--bf16", ()),
+    ]
+    assert lint_arguments(arguments) == ()
+    wrong = read_arguments(NAME, text.replace("--num-layers 30", "--num-layers many"), 8)
+    (told,) = lint_arguments(wrong)
+    assert told.code == "SW4902" and told.location is not None
+    line = text.replace("--num-layers 30", "--num-layers many").splitlines()[told.location.line - 1]
+    assert line[told.location.column - 1 :].startswith("--num-layers")
+
+
+def test_what_is_not_known_is_no_fault() -> None:
+    """Options from outside may hold what is missing; a condition may decide on what clashes."""
+    assert codes("torchrun pretrain_gpt.py --save ckpt --bf16") == ["SW4942"]
+    assert codes("torchrun pretrain_gpt.py --save ckpt --bf16 $EXTRA") == []
+    assert codes("python -u $DIR/pretrain_gpt.py $EVERYTHING") == []
+    either = "if [ $HALF ]; then A=(--fp16); else A=(--bf16); fi\npython pretrain_gpt.py "
+    assert codes(either + "${A[@]}") == []
+    assert codes(either + "${A[@]} --fp16 --bf16") == ["SW4931"]
+    tensor = "TP=2\nif [ $BIG ]; then TP=3; fi\npython pretrain_gpt.py "
+    assert codes(tensor + "--tensor-model-parallel-size $TP", 8) == []
+    assert codes("TP=3\npython pretrain_gpt.py --tensor-model-parallel-size $TP", 8) == ["SW4911"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A=(", 'A="', "$(", "`", "\\", "A=$A\npython x.py $A", "${", "case fi done )", "x.py '"],
+)
+def test_no_script_is_too_odd(text: str) -> None:
+    lint_arguments(read_arguments(NAME, text, 8))
+
+
+BASE = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 16 "
+    "--train-iters 100 --lr 1e-4 --bf16 "
+)
+MISTAKES = {
+    "--fp16": "SW4931",
+    "--num-attention-heads 6 --tensor-model-parallel-size 2": "SW4932",
+    "--hidden-size 250": "SW4932",
+    "--max-position-embeddings 512": "SW4933",
+    "--train-samples 1000": "SW4934",
+    "--lr-warmup-samples 10": "SW4934",
+    "--lr-warmup-iters 10 --lr-warmup-fraction 0.1": "SW4935",
+    "--recompute-granularity selective --recompute-method uniform": "SW4936",
+    "--overlap-param-gather --overlap-grad-reduce": "SW4937",
+    "--use-distributed-optimizer --overlap-param-gather": "SW4938",
+    "--num-experts 6 --expert-model-parallel-size 4": "SW4939",
+    "--expert-model-parallel-size 4": "SW4940",
+    "--seq-length 1002 --context-parallel-size 4": "SW4941",
+    "--save ckpt": "SW4942",
+    "--num-layers-per-virtual-pipeline-stage 1": "SW4943",
+    "--min-lr 1e-3": "SW4944",
+    "--tensor-model-parallel-size 2 --tp-comm-overlap": "SW4945",
+    "--hidden-size 240 --num-attention-heads 12 --tensor-model-parallel-size 8": "SW4946",
+}
+
+
+@pytest.mark.parametrize("options_given", MISTAKES)
+def test_a_mistake_that_validate_args_refuses(options_given: str) -> None:
+    """In a script that is right without it: one code, with a cause and a help."""
+    script = f"torchrun --nproc_per_node 8 pretrain_gpt.py {BASE}"
+    assert codes(script, 8) == []
+    (told,) = lint_arguments(read_arguments(NAME, script + options_given, 8))
+    assert told.code == MISTAKES[options_given] and told.severity == "error" and told.help
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

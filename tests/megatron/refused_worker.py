@@ -95,6 +95,11 @@ def sequence(cut: bool) -> None:
         layer(torch.zeros(4, 1, config.hidden_size))
 
 
+def heads(tensor: int) -> None:
+    shape = {"hidden_size": 768, "num_attention_heads": 12, "num_layers": 2}
+    TransformerConfig(tensor_model_parallel_size=tensor, **shape)
+
+
 MIXTRAL = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -107,6 +112,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any]] = {
     "SW4922": (micro_batches, 6, 8),
     "SW4923": (experts, 8, 2),
     "SW4924": (sequence, False, True),
+    "SW4946": (heads, 8, 4),
 }
 """Code -> what asks Megatron, its argument in the example and in what `explain` says instead."""
 

@@ -27,9 +27,10 @@ REFUSED = {
     "SW4922": "The remainder of M",
     "SW4923": "not divisible by expert_tensor_model_pipeline_parallel size",
     "SW4924": "sequence parallel",
+    "SW4946": "num_attention_heads (12) must be a multiple of tensor_model_parallel_size (8)",
 }
 """Code of a layout that the parser lets through -> what Megatron-Core says of it."""
-PARSER = {"SW4901", "SW4902", "SW4911", "SW4913"}
+PARSER = {"SW4901", "SW4902", "SW4911", "SW4913"} | {f"SW49{n}" for n in range(31, 46)}
 """Codes that the parser itself stands for. SW4912 stops the calculator of micro-batches, which
 comes behind it."""
 SMALLEST: dict[str, str] = {

@@ -119,7 +119,8 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
     notes: tuple[str, ...] = ()
     try:
         if args.audience == "megatron":
-            from shardwright.lint.megatron_lint import lint_arguments, read_arguments
+            from shardwright.lint.megatron_lint import lint_arguments
+            from shardwright.lint.megatron_script import read_arguments
 
             arguments = read_arguments(name, read_ds_config_text(path), args.world_size)
             found = lint_arguments(arguments)

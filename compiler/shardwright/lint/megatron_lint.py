@@ -1,172 +1,19 @@
-"""Check Megatron-LM's arguments: what its parser rejects, and layouts that it accepts although
-Megatron-Core cannot run them. Line numbers are of megatron-core 0.19.0.
+"""Check Megatron-LM's arguments: what its parser and validate_args reject, and layouts that they
+accept although Megatron-Core cannot run them. Line numbers are of megatron-core 0.19.0.
+
+megatron-core 0.16, the newest for Python 3.11, has no parser to ask (compiler/decisions/041).
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import Callable, Iterator
 
-from shardwright.diagnostics import Diagnostic, Location, Severity, Source, found
-from shardwright.recipe.recipe_tree import LineOffsets
-
-# A shell script or an arguments file -> the options that pretrain_gpt.py is given, and where each
-# stands.
-#
-# Words are read as a shell splits them, without running anything: `NAME=value` is known in `$NAME`
-# and `${NAME}` afterwards; any other expansion is a value that is not known. Quotes and parentheses
-# only separate.
-
-
-Span = tuple[int, int]
-_WORD = re.compile(r"[^\s\"'()]+")
-_ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=")
-_EXPANDED = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionSpec:
-    """Describe an option.
-
-    values: how many it takes: a number, "+" or "*"
-    kind: int, float or text
-    choices: () where any value is allowed
-    """
-
-    values: int | str
-    kind: str
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOption:
-    """Hold an option; its values are None where an unknown variable stands for them."""
-
-    name: str
-    values: tuple[str | None, ...]
-    place: Location
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """Hold the options of a file.
-
-    given: in the order of the file
-    source: the text to show
-    """
-
-    given: tuple[MegatronOption, ...]
-    source: Source
-    world_size: int | None
-
-    def last(self, name: str) -> MegatronOption | None:
-        """Return the last option of this name, as argparse does."""
-        return next((g for g in reversed(self.given) if g.name == name), None)
-
-    def integer(self, name: str, default: int | None = None) -> int | None:
-        """Return an option's integer, or `default` where it is not given; None where it is
-        unknown."""
-        found = self.last(name)
-        if found is None:
-            return default
-        value = found.values[0] if found.values else None
-        return int(value) if value is not None and re.fullmatch(r"[+-]?\d+", value) else None
-
-    def has(self, name: str) -> bool:
-        return self.last(name) is not None
-
-
-@functools.cache
-def options() -> Mapping[str, OptionSpec]:
-    """Return the options of Megatron-LM core_v0.19.0's parser.
-
-    tools/generate/megatron_argument_parser.py writes them.
-    """
-    text = resources.files("shardwright.lint").joinpath("megatron_options.json").read_text("utf-8")
-    return {
-        name: OptionSpec(values=values, kind=kind, choices=tuple(map(str, choices)))
-        for name, (values, kind, choices) in json.loads(text)["options"].items()
-    }
-
-
-def read_arguments(name: str, text: str, world_size: int | None) -> Arguments:
-    lines = LineOffsets(name, text)
-    given: list[MegatronOption] = []
-    words = list(_words(text))
-    at = 0
-    while at < len(words):
-        (start, end), word = words[at]
-        at += 1
-        if word is None or not re.match(r"--[A-Za-z]", word):
-            continue
-        option, _, joined = word.partition("=")
-        values: list[str | None] = [joined] if joined else []
-        while not joined and at < len(words) and not (words[at][1] or "").startswith("--"):
-            values.append(words[at][1])
-            at += 1
-        known = options().get(option)
-        if known is not None and isinstance(
-            known.values, int
-        ):  # what follows belongs to something else
-            values = values[: known.values]
-        given.append(MegatronOption(name=option, values=tuple(values), place=lines.at(start, end)))
-    return Arguments(
-        given=tuple(given), source=Source(file=name, texts={name: text}), world_size=world_size
-    )
-
-
-def _words(text: str) -> Iterator[tuple[Span, str | None]]:
-    """Yield words that can be options of the script: those after the .py file of a line with a
-    program."""
-    variables: dict[str, str] = {}
-    offset, continued, skips = 0, False, False
-    for line in text.splitlines(keepends=True):
-        uncommented = _COMMENT.sub("", line.rstrip("\r\n"))
-        words = [m for m in _WORD.finditer(uncommented) if m[0] != "\\"]
-        if not continued:
-            first = words[0][0] if words else "--"
-            is_assigned = _ASSIGNED.match(uncommented.strip())
-            skips = not (first.startswith(("--", "$")) or is_assigned)  # a program starts here
-        continued = uncommented.rstrip().endswith("\\")
-        assigned = _ASSIGNED.match(uncommented.strip())
-        for m in words:
-            whole = m[0]
-            if assigned and whole.startswith(f"{assigned[1]}") and "=" in whole:
-                whole = whole.partition("=")[2]
-                if whole and not whole.startswith("--"):
-                    value = _expanded(whole, variables)
-                    if value is not None:
-                        variables[assigned[1]] = value
-                    continue
-            if skips:
-                skips = not whole.endswith(".py")
-                continue
-            if whole and whole != "export":
-                yield (offset + m.start(), offset + m.end()), _expanded(whole, variables)
-        offset += len(line)
-
-
-def _expanded(word: str, variables: Mapping[str, str]) -> str | None:
-    """Expand variables; None where one is unknown."""
-    known = True
-
-    def value(m: re.Match[str]) -> str:
-        nonlocal known
-        found = variables.get(m[1] or m[3], m[2])
-        known &= found is not None
-        return found or ""
-
-    text = _EXPANDED.sub(value, word)
-    return text if known and "$" not in text and "`" not in text else None
-
+from shardwright.diagnostics import Diagnostic, Location, Severity, found
+from shardwright.lint.megatron_script import Arguments, MegatronOption, options
 
 Check = Callable[[Arguments], Iterator[Diagnostic]]
 TENSOR, PIPELINE, CONTEXT = (
@@ -340,10 +187,166 @@ def experts_without_sequence(a: Arguments) -> Iterator[Diagnostic]:
     """Check megatron/core/transformer/moe/moe_layer.py:629, which fails in the first forward
     pass."""
     tensor = a.integer(TENSOR, 1)
-    if not tensor or tensor == 1 or not a.has(EXPERTS) or a.has("--sequence-parallel"):
+    if not tensor or tensor == 1 or not a.certain(EXPERTS) or not a.lacks("--sequence-parallel"):
         return
     message = f"{EXPERTS} with {tensor} tensor ranks needs sequence parallelism"
     yield found("SW4924", _place(a, EXPERTS), message, "Add --sequence-parallel.")
+
+
+HEADS, HIDDEN, SEQUENCE = "--num-attention-heads", "--hidden-size", "--seq-length"
+POSITIONS, RECOMPUTE = "--max-position-embeddings", "--recompute-granularity"
+WARMUP, OVERLAP = "--lr-warmup-fraction", "--overlap-param-gather"
+DISTRIBUTED = ("--use-distributed-optimizer", "--use-megatron-fsdp", "--optimizer")
+
+
+def half_precisions(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1182."""
+    fp16 = a.certain("--fp16")
+    if fp16 and a.certain("--bf16"):
+        message = "--fp16 and --bf16 are both given"
+        yield found("SW4931", fp16.place, message, "Remove one; take --bf16 where the GPU has it.")
+
+
+def heads_of_a_hidden_size(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1292."""
+    hidden, heads = a.integer(HIDDEN), a.integer(HEADS)
+    if hidden and heads and hidden % heads and a.lacks("--kv-channels"):
+        message = f"{HIDDEN} {hidden} is not a multiple of {heads} attention heads"
+        help = f"Take a multiple of {heads}, or give --kv-channels: the size of a head."
+        yield found("SW4932", _place(a, HIDDEN, HEADS), message, help)
+
+
+def positions_below_the_sequence(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1314."""
+    positions, length = a.integer(POSITIONS), a.integer(SEQUENCE)
+    if positions and length and positions < length:
+        message = f"{POSITIONS} {positions} is less than {SEQUENCE} {length}"
+        yield found("SW4933", _place(a, POSITIONS), message, f"Write {POSITIONS} {length} or more.")
+
+
+def iterations_and_samples(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1239 to 1257."""
+    if a.has("--skip-train"):
+        return
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        if not a.certain(f"--train-{unit}"):
+            continue
+        names = [f"--lr-decay-{other}", f"--lr-warmup-{other}"]
+        names += [f"--train-{other}"] * (unit == "iters")  # once for the two
+        for given in filter(None, map(a.certain, names)):
+            if given.values and given.values[0] in ("0", None):
+                continue
+            message = f"{given.name} does not go with --train-{unit}"
+            own = given.name.replace(other, unit)
+            help = "Remove one." if own == f"--train-{unit}" else f"Write {own}."
+            yield found("SW4934", given.place, message, help)
+
+
+def two_warmups(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1246 and 1260."""
+    given = a.certain(WARMUP)
+    for other in ("--lr-warmup-iters", "--lr-warmup-samples"):
+        if given and a.integer(other, 0) and a.certain(other):
+            message = f"{WARMUP} and {other} are both given"
+            yield found("SW4935", given.place, message, "Remove one.")
+
+
+def selective_recomputation(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1374 and 1386."""
+    given = a.certain("--recompute-method")
+    granularity = a.text(RECOMPUTE)
+    if granularity == "selective" and given:
+        message = f"{given.name} does not go with {RECOMPUTE} selective"
+        help = f"Remove it, or write {RECOMPUTE} full."
+        yield found("SW4936", given.place, message, help)
+
+
+def gather_without_sharding(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:991."""
+    given = a.certain(OVERLAP)
+    if given and a.lacks(*DISTRIBUTED):
+        message = f"{OVERLAP} without {DISTRIBUTED[0]}"
+        yield found("SW4937", given.place, message, f"Add {DISTRIBUTED[0]}.")
+
+
+def gather_without_reduction(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:994."""
+    given = a.certain(OVERLAP)
+    if given and a.lacks("--overlap-grad-reduce"):
+        message = f"{OVERLAP} without --overlap-grad-reduce"
+        yield found("SW4938", given.place, message, "Add --overlap-grad-reduce.")
+
+
+def experts_over_expert_ranks(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1602."""
+    experts, ranks = a.integer(EXPERTS), a.integer(EXPERT)
+    if experts and ranks and experts % ranks:
+        message = f"{EXPERTS} {experts} is not a multiple of {ranks} expert ranks"
+        yield found("SW4939", _place(a, EXPERTS), message, f"Take a divisor of {experts}.")
+
+
+def expert_ranks_without_experts(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1601."""
+    ranks = a.integer(EXPERT)
+    if ranks and ranks > 1 and a.lacks(EXPERTS):
+        message = f"{EXPERT} {ranks} without {EXPERTS}"
+        yield found("SW4940", _place(a, EXPERT), message, f"Add {EXPERTS}, or remove {EXPERT}.")
+
+
+def sequence_over_context_ranks(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1296: each context rank holds two blocks of the sequence."""
+    length, context = a.integer(SEQUENCE), a.integer(CONTEXT)
+    if length and context and context > 1 and length % (2 * context):
+        message = f"{SEQUENCE} {length} is not a multiple of 2 x {context} context ranks"
+        yield found("SW4941", _place(a, SEQUENCE), message, f"Take a multiple of {2 * context}.")
+
+
+def save_without_interval(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1322."""
+    given = a.certain("--save")
+    if given and a.lacks("--save-interval"):
+        message = "--save without --save-interval"
+        help = "Add --save-interval: the steps between two checkpoints."
+        yield found("SW4942", given.place, message, help)
+
+
+def virtual_stages_of_one_rank(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:968 and 972."""
+    virtual = _virtual(a)
+    if a.integer(PIPELINE, 1) == 1 and virtual and virtual > 1:
+        name = VIRTUAL if a.has(VIRTUAL) else PER_VIRTUAL
+        if a.has(name):
+            message = f"{name} gives {virtual} virtual stages to a pipeline of one rank"
+            help = f"Remove it, or give {PIPELINE} 2 or more."
+            yield found("SW4943", _place(a, name), message, help)
+
+
+def rates_in_order(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1320."""
+    least, most = a.number("--min-lr"), a.number("--lr")
+    if least is not None and most is not None and least > most:
+        message = f"--min-lr {least:g} is above --lr {most:g}"
+        yield found("SW4944", _place(a, "--min-lr"), message, f"Write at most {most:g}.")
+
+
+def overlap_without_sequence(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1402."""
+    given, tensor = a.certain("--tp-comm-overlap"), a.integer(TENSOR, 1)
+    is_off = tensor == 1  # validate_args switches sequence parallelism off then
+    if given and (is_off or a.lacks("--sequence-parallel")):
+        message = "--tp-comm-overlap needs sequence parallelism"
+        help = f"Give {TENSOR} 2 or more, and --sequence-parallel." if is_off else ""
+        yield found("SW4945", given.place, message, help or "Add --sequence-parallel.")
+
+
+def heads_over_tensor_ranks(a: Arguments) -> Iterator[Diagnostic]:
+    """Check megatron/core/transformer/transformer_config.py:1323, which the parser misses."""
+    heads, tensor = a.integer(HEADS), a.integer(TENSOR)
+    if heads and tensor and heads % tensor:
+        message = f"{HEADS} {heads} is not a multiple of {tensor} tensor ranks"
+        valid = [n for n in range(1, heads + 1) if heads % n == 0]
+        help = f"Take a divisor of {heads} as {TENSOR}."
+        yield found("SW4946", _place(a, HEADS), message, help, valid)
 
 
 RULES: dict[str, Check] = {
@@ -356,12 +359,28 @@ RULES: dict[str, Check] = {
     "SW4922": micro_batches_of_a_group,
     "SW4923": experts_over_the_world,
     "SW4924": experts_without_sequence,
+    "SW4931": half_precisions,
+    "SW4932": heads_of_a_hidden_size,
+    "SW4933": positions_below_the_sequence,
+    "SW4934": iterations_and_samples,
+    "SW4935": two_warmups,
+    "SW4936": selective_recomputation,
+    "SW4937": gather_without_sharding,
+    "SW4938": gather_without_reduction,
+    "SW4939": experts_over_expert_ranks,
+    "SW4940": expert_ranks_without_experts,
+    "SW4941": sequence_over_context_ranks,
+    "SW4942": save_without_interval,
+    "SW4943": virtual_stages_of_one_rank,
+    "SW4944": rates_in_order,
+    "SW4945": overlap_without_sequence,
+    "SW4946": heads_over_tensor_ranks,
 }
 
 
 def lint_arguments(a: Arguments) -> tuple[Diagnostic, ...]:
     """Return the findings by position in the file."""
-    if not a.given:
+    if not a.given and not a.has_command:
         first = Location(file=a.source.file, line=1, column=1)
         help = "Options stand as `--name value`; those before a .py file are the launcher's."
         return (found("SW4900", first, f"{a.source.file} holds no option of Megatron-LM", help),)

@@ -39,7 +39,8 @@ from shardwright.engines.megatron.megatron_weight_mapping import (
 from shardwright.layout.axes import AXES
 from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import padded_shard_sizes
-from shardwright.lint.megatron_lint import lint_arguments, read_arguments
+from shardwright.lint.megatron_lint import lint_arguments
+from shardwright.lint.megatron_script import read_arguments
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
