@@ -21,6 +21,7 @@ from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.lint.ds_config_document import Document
+    from shardwright.lint.file_kind import OtherFile
     from shardwright.lint.lint_rule import LintFinding
     from shardwright.utils.json_values import JsonValue
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintResult:
     """Holds the findings in one file. fixable: for each diagnostic, whether --fix mends it.
-    applied_fixes: what --fix has mended."""
+    applied_fixes: what --fix has mended. named_files: ds_configs that the file names, to lint
+    next."""
 
     name: str
     diagnostics: tuple[Diagnostic, ...]
@@ -36,6 +38,7 @@ class LintResult:
     fixable: tuple[bool, ...] = ()
     applied_fixes: tuple[LintFinding, ...] = ()
     notes: tuple[str, ...] = ()
+    named_files: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -102,8 +105,10 @@ def run_lint(args: argparse.Namespace) -> int:
         return 1
     reports = {"text": _text, "json": _json, "github": _github}
     ok, printed = True, 0
-    for path in args.files:
-        result = _lint(path, args)
+    paths = list(args.files)
+    while paths:
+        result = _lint(paths.pop(0), args)
+        paths[:0] = result.named_files
         reports[args.format](result, printed)
         ok &= result.ok
         printed += len(result.diagnostics)
@@ -113,6 +118,7 @@ def run_lint(args: argparse.Namespace) -> int:
 def _lint(path: str, args: argparse.Namespace) -> LintResult:
     from shardwright.lint.ds_config_document import STDIN, parse_ds_config, read_ds_config_text
     from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
+    from shardwright.lint.file_kind import other_file
 
     name = STDIN if path == "-" else path
     applied_fixes: tuple[LintFinding, ...] = ()
@@ -127,7 +133,11 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
             return LintResult(
                 name=name, diagnostics=found, source=arguments.source, fixable=(False,) * len(found)
             )
-        document = parse_ds_config(name, read_ds_config_text(path))
+        text = read_ds_config_text(path)
+        other = other_file(name, text)
+        if other is not None:
+            return _lint_other_file(name, text, other, args)
+        document = parse_ds_config(name, text)
         if args.fix:
             document, applied_fixes = _fix(document, args)
         ds_config = linted_ds_config(document, args.audience, args.world_size)
@@ -152,6 +162,30 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
         fixable=tuple(bool(found.fix) for found in findings),
         applied_fixes=applied_fixes,
         notes=notes,
+    )
+
+
+def _lint_other_file(
+    name: str, text: str, other: OtherFile, args: argparse.Namespace
+) -> LintResult:
+    """Lint the DeepSpeed settings of Accelerate's configuration. Raises Refusal with SW4011 for a
+    file of any other kind."""
+    from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
+    from shardwright.lint.file_kind import ACCELERATE, accelerate_settings, refused_file
+
+    settings = accelerate_settings(name, text, other) if other.kind is ACCELERATE else None
+    if settings is None:
+        raise refused_file(name, text, other)
+    told, document = settings.diagnostics, settings.document
+    if document is not None:
+        ds_config = linted_ds_config(document, "trainer", args.world_size)
+        told += tuple(diagnostic(document, finding) for finding in lint(document, ds_config))
+    return LintResult(
+        name=name,
+        diagnostics=told,
+        source=settings.source,
+        fixable=(False,) * len(told),
+        named_files=(settings.ds_config_path,) if settings.ds_config_path else (),
     )
 
 
