@@ -202,6 +202,7 @@ MISTAKES = {
     "--min-lr 1e-3": "SW4944",
     "--tensor-model-parallel-size 2 --tp-comm-overlap": "SW4945",
     "--hidden-size 240 --num-attention-heads 12 --tensor-model-parallel-size 8": "SW4946",
+    "--num-experts 4 --moe-router-topk 8": "SW4947",
 }
 
 

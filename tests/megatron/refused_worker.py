@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
@@ -100,6 +101,10 @@ def heads(tensor: int) -> None:
     TransformerConfig(tensor_model_parallel_size=tensor, **shape)
 
 
+def router(experts: int) -> None:
+    topk_routing_with_score_function(torch.zeros(2, experts), topk=8)
+
+
 MIXTRAL = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -113,6 +118,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any]] = {
     "SW4923": (experts, 8, 2),
     "SW4924": (sequence, False, True),
     "SW4946": (heads, 8, 4),
+    "SW4947": (router, 4, 8),
 }
 """Code -> what asks Megatron, its argument in the example and in what `explain` says instead."""
 

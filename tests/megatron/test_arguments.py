@@ -28,6 +28,7 @@ REFUSED = {
     "SW4923": "not divisible by expert_tensor_model_pipeline_parallel size",
     "SW4924": "sequence parallel",
     "SW4946": "num_attention_heads (12) must be a multiple of tensor_model_parallel_size (8)",
+    "SW4947": "selected index k out of range",
 }
 """Code of a layout that the parser lets through -> what Megatron-Core says of it."""
 PARSER = {"SW4901", "SW4902", "SW4911", "SW4913"} | {f"SW49{n}" for n in range(31, 46)}

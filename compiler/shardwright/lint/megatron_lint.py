@@ -349,6 +349,15 @@ def heads_over_tensor_ranks(a: Arguments) -> Iterator[Diagnostic]:
         yield found("SW4946", _place(a, HEADS), message, help, valid)
 
 
+def experts_of_a_token(a: Arguments) -> Iterator[Diagnostic]:
+    """Check megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function."""
+    experts, chosen = a.integer(EXPERTS), a.integer("--moe-router-topk")
+    if experts and chosen and chosen > experts:
+        message = f"--moe-router-topk {chosen} is more than {EXPERTS} {experts}"
+        help = f"Write at most {experts}."
+        yield found("SW4947", _place(a, "--moe-router-topk"), message, help)
+
+
 RULES: dict[str, Check] = {
     "SW4901": unknown_options,
     "SW4902": wrong_values,
@@ -375,6 +384,7 @@ RULES: dict[str, Check] = {
     "SW4944": rates_in_order,
     "SW4945": overlap_without_sequence,
     "SW4946": heads_over_tensor_ranks,
+    "SW4947": experts_of_a_token,
 }
 
 
