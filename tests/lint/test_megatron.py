@@ -6,6 +6,8 @@ tests/megatron/test_arguments.py."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,7 @@ def codes(text: str, world_size: int | None = None) -> list[str]:
 
 def test_every_code_has_a_rule_and_a_text() -> None:
     assert (
-        RULES.keys() | {"SW4900"}
+        RULES.keys() | {"SW4900", "SW4903"}
         == MEGATRON_ARGS_CODES.keys()
         == megatron_args_explanations().keys()
     )
@@ -224,6 +226,60 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["lint", str(file), "--for", "megatron", "--fix"]) == 1
     file.write_text("--normalization RMSNorm\n")
     assert main(["lint", str(file), "--for", "megatron"]) == 0
+
+
+PARSER = """import argparse
+
+def parse_args():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("--micro-batch-size", "--rampup-batch-size"):
+        parser.add_argument(name, nargs="+")
+    return parser.parse_args()
+
+def validate_args(args, defaults):
+    print("printed by every rank")
+    if args.micro_batch_size == ["7"]:
+        raise RuntimeError("no GPU here")
+    assert args.micro_batch_size != ["8"], "eight is too many"
+    assert args.micro_batch_size != ["9"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("options_given", "status", "shown"),
+    [
+        ("--micro-batch-size 1", 0, "validate_args accepts it"),
+        ("--micro-batch-size 8", 1, "error[SW4903]: validate_args refuses the options: eight is"),
+        ("--micro-batch-size 9", 1, 'the options: assert args.micro_batch_size != ["9"]'),
+        ("--micro-batch-size 7", 0, "could not answer: RuntimeError: no GPU here"),
+        ("--micro-batch-size $N", 0, ""),
+        ("--micro-batch-size 8 $MORE", 0, ""),
+    ],
+)
+def test_an_installed_parser_is_asked(
+    options_given: str,
+    status: int,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A package beside megatron.core; tests/megatron/test_arguments.py asks the real one."""
+    package = tmp_path / "there/megatron/training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "arguments.py").write_text(PARSER)
+    monkeypatch.syspath_prepend(tmp_path / "there")
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    search = [str(tmp_path / "there"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, search)))
+    file = tmp_path / NAME
+    file.write_text(f"torchrun pretrain_gpt.py {options_given}\n")
+    assert main(["lint", "--for", "megatron", "--world-size", "8", str(file)]) == status
+    out, err = capsys.readouterr()
+    assert shown in out + err
+    assert bool(shown) or out == f"ok {file}\n"
+    assert status or f"ok {file}" in out
 
 
 def test_the_options_are_the_parsers() -> None:

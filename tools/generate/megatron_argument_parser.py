@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import types
@@ -94,29 +93,20 @@ def written(arguments: Any) -> str:
     return f'{{"megatron_core": "{VERSION}",\n"options": {{\n' + ",\n".join(rows) + "\n}}\n"
 
 
-def answer(arguments: Any, question: dict[str, Any]) -> dict[str, str]:
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(question["world"])}
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    sys.argv = ["pretrain_gpt.py", *question["args"]]
-    try:
-        arguments.validate_args(arguments.parse_args(), {})
-    except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {}
-
-
 def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # the parser prints
     if len(sys.argv) == 1:
         if json.loads(OPTIONS.read_text(encoding="utf-8"))["megatron_core"] == VERSION:
             return
         sys.argv += [str(unpacked()), "options"]
+    from shardwright.engines.megatron.installed_parser import answer_question
+
     arguments = module(Path(sys.argv[1]))
     if sys.argv[2] == "options":
         OPTIONS.write_text(written(arguments), encoding="utf-8")
         return
     for line in sys.stdin:
-        print(json.dumps(answer(arguments, json.loads(line))), file=out, flush=True)
+        print(json.dumps(answer_question(arguments, json.loads(line))), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -125,13 +125,20 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
     notes: tuple[str, ...] = ()
     try:
         if args.audience == "megatron":
-            from shardwright.lint.megatron_lint import lint_arguments
+            from shardwright.lint.megatron_lint import ask_the_installed_parser, lint_arguments
             from shardwright.lint.megatron_script import read_arguments
 
             arguments = read_arguments(name, read_ds_config_text(path), args.world_size)
             found = lint_arguments(arguments)
+            if not any(diagnostic.severity == "error" for diagnostic in found):
+                refused, notes = ask_the_installed_parser(arguments)
+                found += refused
             return LintResult(
-                name=name, diagnostics=found, source=arguments.source, fixable=(False,) * len(found)
+                name=name,
+                diagnostics=found,
+                source=arguments.source,
+                fixable=(False,) * len(found),
+                notes=notes,
             )
         text = read_ds_config_text(path)
         other = other_file(name, text)

@@ -360,6 +360,7 @@ MEGATRON_ARGS_CODES: dict[str, str] = {
     "SW4900": "no option of Megatron-LM in the file",
     "SW4901": "an option that Megatron-LM's parser does not have",
     "SW4902": "a value that Megatron-LM's parser does not take",
+    "SW4903": "options that the installed validate_args refuses",
     "SW4911": "degrees that do not divide the world",
     "SW4912": "a batch that does not divide over Megatron's data ranks",
     "SW4913": "layers that do not divide over pipeline ranks",

@@ -1,7 +1,8 @@
 """Check Megatron-LM's arguments: what its parser and validate_args reject, and layouts that they
 accept although Megatron-Core cannot run them. Line numbers are of megatron-core 0.19.0.
 
-megatron-core 0.16, the newest for Python 3.11, has no parser to ask (compiler/decisions/041).
+megatron-core 0.16, the newest for Python 3.11, has no parser to ask; a newer one is asked, too
+(compiler/decisions/041).
 """
 
 from __future__ import annotations
@@ -396,6 +397,33 @@ def lint_arguments(a: Arguments) -> tuple[Diagnostic, ...]:
         return (found("SW4900", first, f"{a.source.file} holds no option of Megatron-LM", help),)
     told = [diagnostic for check in RULES.values() for diagnostic in check(a)]
     return tuple(sorted(told, key=operator.attrgetter("location.line", "location.column", "code")))
+
+
+def ask_the_installed_parser(a: Arguments) -> tuple[tuple[Diagnostic, ...], tuple[str, ...]]:
+    """Return what validate_args of the installed Megatron-LM refuses, and notes.
+
+    It is asked only where every option is known, and where it is installed.
+    """
+    from shardwright.engines.megatron.installed_parser import (
+        ask_installed_parser,
+        is_parser_installed,
+    )
+
+    values = [value for given in a.given for value in (given.name, *given.values)]
+    words = [value for value in values if value is not None]
+    is_known = a.is_complete and len(words) == len(values)
+    if not (a.world_size and is_known and all(given.is_certain for given in a.given)):
+        return (), ()
+    if any(given.name not in options() for given in a.given) or not is_parser_installed():
+        return (), ()
+    answer = ask_installed_parser(words, a.world_size)
+    if "assertion" in answer:
+        message = f"validate_args refuses the options: {answer['assertion']}"
+        help = f"Read {answer['at']} of the installed Megatron-LM."
+        return (found("SW4903", a.given[0].place, message, help),), ()
+    cause = answer.get("unasked") or answer.get("error")
+    asked = "the installed Megatron-LM's validate_args"
+    return (), (f"{asked} could not answer: {cause}" if cause else f"{asked} accepts it",)
 
 
 def _product(numbers: Iterator[int | None] | tuple[int | None, ...]) -> int | None:
