@@ -218,7 +218,7 @@ def run_import(args: argparse.Namespace) -> int:
         raise _unwritten(output, "it is there already, and import replaces nothing")
     folder = os.path.abspath(output.parent if output is not None else ".")
     imported = convert_config(args.file, args.launch, args.model, folder)
-    of = imported.document.name if imported.document is not None else "a launch command"
+    of = " and ".join(imported.files) or "a launch command"
     lines = [f"Made by `shardwright import` of {of}. Behind each value stands where it comes from."]
     if imported.draft.fill:
         lines.append(

@@ -1,6 +1,7 @@
-"""A DeepSpeed configuration and the command that starts it -> a recipe: `shardwright import`.
+"""What a training is started with -> a recipe: `shardwright import`.
 
-command.py reads the launch, accelerate.py Accelerate's own file; draft.py collects what is carried
-and why the rest is not; engine.py, batch.py, optimizer.py and trainer.py fill it; text.py writes it
-down.
+file_kinds.py decides a file's kind; its readers add to the RunFiles of run_files.py. Training
+programs, their names and defaults are rows of training_programs.py. launch_command.py and
+shell_script.py read commands. launcher_keys.py, training_keys.py, trainer_arguments.py and
+deepspeed_engine_keys.py fill the draft of recipe_draft.py, which becomes YAML.
 """

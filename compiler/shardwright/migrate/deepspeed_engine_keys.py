@@ -17,7 +17,13 @@ from shardwright.engines.deepspeed.ds_config_schema import (
 )
 from shardwright.layout.formats import format_spelled
 from shardwright.lint.ds_config_key_rules import REMOVED_KEYS
-from shardwright.migrate.recipe_draft import ImportSources, as_integer, as_switch, as_text
+from shardwright.migrate.recipe_draft import (
+    ImportSources,
+    Setting,
+    as_integer,
+    as_switch,
+    as_text,
+)
 from shardwright.recipe.recipe_parser import MAX_RECIPE_DEPTH
 from shardwright.utils.file_io import is_nested_too_deeply
 from shardwright.utils.json_values import JsonObject, JsonValue
@@ -83,9 +89,7 @@ REASONS: dict[str, str] = {
         ("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients"), _LOSS_IS_MEAN
     ),
     "seq_parallel_communication_data_type": "sequence parallelism is not part of a run yet",
-    "sequence_parallel_size": (
-        "set parallelism.context by hand: to DeepSpeed those ranks are data ranks"
-    ),
+    "sequence_parallel_size": "parallelism.context says how many ranks share a sequence",
     "tensor_parallel": "compile makes a map of its own: see tensor_parallel in plan.json",
     "torch_autocast": "parameters have training.precision; there is no autocast",
     "tensorboard": "the events go to run/tensorboard",
@@ -97,14 +101,25 @@ REASONS: dict[str, str] = {
 
 
 def zero(s: ImportSources) -> None:
+    if s.draft.values.get("target") == "megatron":
+        _distributed_optimizer(s)
+        return
     old = s.get(ZERO)
     if isinstance(old, bool):
         s.draft.put(ZERO_STAGE, int(old), ZERO)
         stage: int | None = int(old)
+    elif "deepspeed" in s.unread:
+        for key, what in ((ZERO_STAGE, "the ZeRO stage"), (OFFLOAD, "what is in host memory")):
+            s.draft.ask(key, f"{what}; {s.unread['deepspeed']}")
+        return
     else:
         stage = s.settle(ZERO_STAGE, as_integer, "zero_stage", dotted=f"{ZERO}.stage")
-        if stage is None and s.has(f"{ZERO}.stage"):
+        if ZERO_STAGE in s.draft.fill:
+            pass
+        elif stage is None and s.has(f"{ZERO}.stage"):
             s.unanswered(ZERO_STAGE, f"{ZERO}.stage", "the ZeRO stage, 0 to 3")
+        elif stage is None and not s.has_document:
+            stage = _stage_without_a_ds_config(s)
         elif stage is None:
             s.draft.put(ZERO_STAGE, 0, "DeepSpeed's default")
             stage = 0
@@ -116,13 +131,105 @@ def zero(s: ImportSources) -> None:
             "the same, without that"
         )
         source = s.draft.origins.pop(ZERO_STAGE, "")
-        s.draft.put(ZERO_STAGE, 1, "DeepSpeed's stage 0, without its drift")
+        s.draft.put(ZERO_STAGE, 1, "stage 0 of the run, without its drift")
         if s.draft.carried.pop(source, None) is not None and s.has(source):
             s.draft.leave("parallelism", source, s.get(source), why)
         else:
+            if source.startswith("--"):
+                s.draft.take(source, ZERO_STAGE)
             s.draft.note("parallelism", f"zero_stage: {why}")
         stage = 1
-    _offload(s, stage)
+    if "deepspeed" not in s.unread and OFFLOAD not in s.draft.values:
+        _offload(s, stage)
+
+
+def _distributed_optimizer(s: ImportSources) -> None:
+    """Convert Megatron-Core's distributed optimizer, which is ZeRO-1."""
+    names = ("use_distributed_optimizer", "megatron_lm_use_distributed_optimizer")
+    shards = s.word(as_switch, *names)
+    if shards is not None:
+        s.draft.put(ZERO_STAGE, int(shards[1]), shards[0])
+    elif not s.ask_unread(ZERO_STAGE, *names):
+        s.draft.put(ZERO_STAGE, 0, "no distributed optimizer")
+
+
+# FSDP's sharding strategies, by name and number -> the ZeRO stage that shards the same.
+_FSDP_STAGES = {
+    **dict.fromkeys(("full_shard", "1", "hybrid_shard", "4"), 3),
+    **dict.fromkeys(("shard_grad_op", "2", "hybrid_shard_zero2", "5"), 2),
+    **dict.fromkeys(("no_shard", "3"), 0),
+}
+
+
+def _stage_without_a_ds_config(s: ImportSources) -> int | None:
+    """Return the ZeRO stage that shards as FSDP or DDP does; None where nothing says it."""
+    kind = s.word(as_text, "distributed_type")
+    name = "" if kind is None else kind[1].upper()
+    typed = s.setting("fsdp")
+    if name == "FSDP" or typed is not None or s.setting("fsdp_version") is not None:
+        if kind is not None:
+            s.draft.take(kind[0], ZERO_STAGE)
+        return _fsdp_stage(s, typed)
+    if "distributed_type" in s.unread:
+        s.draft.ask(ZERO_STAGE, f"the ZeRO stage; {s.unread['distributed_type']}")
+        return None
+    if "parallelism.zero_stage" in s.checkpoint:
+        return None
+    if "world_size" in s.checkpoint:
+        s.draft.ask(ZERO_STAGE, "1 or 2; the names of DeepSpeed's files do not tell them apart")
+        return None
+    if name == "DEEPSPEED":
+        s.draft.ask(ZERO_STAGE, "the ZeRO stage; Accelerate's file does not say it")
+        return None
+    is_plain = name in ("MULTI_GPU", "NO", "MULTI_CPU") or (
+        not name and s.command.launcher in ("torchrun", "python", "llamafactory-cli", "accelerate")
+    )
+    if is_plain and s.program is not None and s.program.name != "a script":
+        s.draft.put(ZERO_STAGE, 0, "neither DeepSpeed nor FSDP is on")
+        if kind is not None:
+            s.draft.take(kind[0], ZERO_STAGE)
+        return 0
+    s.draft.ask(ZERO_STAGE, "the ZeRO stage, 0 to 3; no file and no word of the command says it")
+    return None
+
+
+def _fsdp_stage(s: ImportSources, typed: Setting | None) -> int | None:
+    if typed is not None:
+        words = typed.text.lower().split()
+        stage = next((_FSDP_STAGES[word] for word in words if word in _FSDP_STAGES), None)
+        if stage is not None:
+            s.draft.put(ZERO_STAGE, stage, f"{typed.written} {typed.text}", typed.written)
+            if "offload" in words:
+                s.draft.put(OFFLOAD, "parameters", typed.written)
+            return stage
+    for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+        for spelled in (name, f"fsdp_config.{name.removeprefix('fsdp_')}", f"fsdp_config.{name}"):
+            setting = s.setting(spelled)
+            if setting is None:
+                continue
+            flag = as_switch(setting.text) if name.endswith("forward") else None
+            stage = (3 if flag else 2) if flag is not None else None
+            if stage is None:
+                stage = _FSDP_STAGES.get(setting.text.lower())
+            if stage is None:
+                s.ask_unread(ZERO_STAGE, spelled)
+                return None
+            origin = f"{setting.written} {setting.text}"
+            s.draft.put(ZERO_STAGE, stage, origin, setting.written)
+            offload = s.word(
+                as_switch,
+                *("fsdp_offload_params", "fsdp_config.offload_params"),
+                *("fsdp_config.cpu_offload", "fsdp_config.fsdp_offload_params"),
+            )
+            if offload is not None:
+                s.draft.put(OFFLOAD, "parameters" if offload[1] else "none", offload[0])
+            if setting.text.lower().startswith("hybrid"):
+                s.draft.note(
+                    "parallelism", "zero_stage: hybrid sharding keeps a copy in each group of ranks"
+                )
+            return stage
+    s.draft.ask(ZERO_STAGE, "3 where FSDP reshards after the forward pass, 2 where it does not")
+    return None
 
 
 def _offload(s: ImportSources, stage: int | None) -> None:
@@ -137,6 +244,8 @@ def _offload(s: ImportSources, stage: int | None) -> None:
         )
         given = as_text(s.get(f"{path}.device"))
         typed = s.word(as_text, words)
+        if given is None and typed is None and s.ask_unread(OFFLOAD, words):
+            return
         found = given or (typed[1] if typed else None) or ("cpu" if s.get(old) is True else "none")
         device[what] = found.lower()
         if found.lower() == "nvme":
@@ -168,35 +277,17 @@ def _offload(s: ImportSources, stage: int | None) -> None:
 
 
 def precision(s: ImportSources) -> None:
-    found = None
-    for name, section in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
-        path = f"{section}.enabled"
-        if found is None and as_switch(s.get(path)):
-            found = name
-            s.draft.put(PRECISION, name, path)
-        elif (
-            found is None
-            and s.get(path) is None
-            and (typed := s.word(as_switch, name))
-            and typed[1]
-        ):
-            found = name
-            s.draft.put(PRECISION, name, typed[0])
-        if s.has(path):
-            s.draft.take(path, PRECISION)
-    mixed = s.word(as_text, "mixed_precision")
-    if found is None and mixed is not None and mixed[1].lower() in ("bf16", "fp16"):
-        found = mixed[1].lower()
-        s.draft.put(PRECISION, found, mixed[0])
-    if mixed is not None:
-        s.draft.take(mixed[0], PRECISION)
-    if found is None and s.is_trainer and not s.has_command:
-        s.draft.ask(PRECISION, "bf16, fp16 or fp32; the Trainer had it from --bf16 or --fp16")
-    elif found is None:
-        s.draft.put(PRECISION, "fp32", "neither bf16 nor fp16 is on")
-    for word in ("bf16", "fp16"):
-        if word in s.command.words:
-            s.draft.take(f"--{word}", PRECISION)
+    found = _half_precision(s)
+    for name in ("bf16", "fp16", "bfloat16"):
+        if s.has(f"{name}.enabled"):
+            s.draft.take(f"{name}.enabled", PRECISION)
+        if name in s.settings and found is not None:
+            s.draft.take(s.settings[name].written, PRECISION)
+    mixed = s.setting("mixed_precision")
+    if found is not None and mixed is not None:
+        s.draft.take(mixed.written, PRECISION)
+    if found is None:
+        _precision_without_a_word(s, mixed)
     path, key = "data_types.grad_accum_dtype", "training.gradient_accumulation_dtype"
     given = format_spelled(s.get(path))
     if given is not None and given in ("fp32", found):
@@ -208,12 +299,93 @@ def precision(s: ImportSources) -> None:
         )
 
 
+def _half_precision(s: ImportSources) -> str | None:
+    """Set bf16 or fp16 where a source turns it on; return which."""
+    for name, section in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
+        path = f"{section}.enabled"
+        if as_switch(s.get(path)):
+            s.draft.put(PRECISION, name, path)
+            return name
+        typed = s.word(as_switch, name) if s.get(path) is None else None
+        if typed is not None and typed[1]:
+            s.draft.put(PRECISION, name, typed[0])
+            return name
+    mixed = s.word(as_text, "mixed_precision")
+    if mixed is not None and mixed[1].lower() in ("bf16", "fp16"):
+        s.draft.put(PRECISION, mixed[1].lower(), mixed[0])
+        return mixed[1].lower()
+    if PRECISION in s.checkpoint:
+        s.draft.put(PRECISION, *s.checkpoint[PRECISION])
+        return str(s.checkpoint[PRECISION][0])
+    return None
+
+
+def _precision_without_a_word(s: ImportSources, mixed: Setting | None) -> None:
+    """Set fp32 where half precision is known to be off, else ask."""
+    program = s.program
+    unread = [
+        name
+        for name in ("bf16", "fp16")
+        if name in s.settings and s.settings[name].read(as_switch) is None
+    ]
+    is_off = any(s.word(as_switch, name) is not None for name in ("bf16", "fp16"))
+    no = mixed is not None and mixed.text.lower() in ("no", "fp32")
+    if unread:
+        s.ask_unread(PRECISION, *unread)
+    elif mixed is not None and not no:
+        s.ask_unread(PRECISION, "mixed_precision")
+    elif any(f"{name}.enabled" in s.faulty for name in ("bf16", "fp16", "bfloat16")):
+        name = next(n for n in ("bf16", "fp16", "bfloat16") if f"{n}.enabled" in s.faulty)
+        s.ask_unread(PRECISION, dotted=f"{name}.enabled")
+    elif s.is_trainer and program is None:
+        s.draft.ask(PRECISION, "bf16, fp16 or fp32; the Trainer had it from --bf16 or --fp16")
+    elif s.has_document or no or (program is not None and "bf16" in program.defaults):
+        s.draft.put(PRECISION, "fp32", "neither bf16 nor fp16 is on")
+    elif program is not None and "bf16" in program.unknown_defaults and not is_off:
+        s.draft.ask(PRECISION, program.unknown_defaults["bf16"])
+    elif is_off:
+        s.draft.put(PRECISION, "fp32", "neither bf16 nor fp16 is on")
+    else:
+        s.draft.ask(PRECISION, "bf16, fp16 or fp32; no file and no word of the command says it")
+    if PRECISION not in s.draft.fill:
+        for name in ("bf16", "fp16"):
+            if name in s.settings:
+                s.draft.take(s.settings[name].written, PRECISION)
+        if mixed is not None:
+            s.draft.take(mixed.written, PRECISION)
+
+
+# Megatron-Core's recomputation -> a recipe's.
+_GRANULARITIES = {"full": "full", "selective": "selective"}
+_RECOMPUTE_ARGUMENTS = (
+    *("gradient_checkpointing", "activation_checkpointing", "fsdp_activation_checkpointing"),
+    "megatron_lm_recompute_activations",
+)
+
+
 def recomputation(s: ImportSources) -> None:
-    typed = s.word(as_switch, "gradient_checkpointing", "activation_checkpointing")
+    granularity = s.settings.get("recompute_granularity")
+    if granularity is not None:
+        kind = _GRANULARITIES.get(granularity.text)
+        if kind is None:
+            s.ask_unread(RECOMPUTE, "recompute_granularity")
+        else:
+            s.draft.put(RECOMPUTE, kind, granularity.written)
+        for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
+            if (detail := s.settings.get(name)) is not None:
+                why = "each layer is recomputed by itself, all of them"
+                s.draft.leave("parallelism", detail.written, detail.text, why)
+        return
+    typed = s.word(as_switch, *_RECOMPUTE_ARGUMENTS)
     interval = s.integer("pipeline.activation_checkpoint_interval")
     section = s.section("activation_checkpointing")
+    program = s.program
     if typed is not None:
-        s.draft.put(RECOMPUTE, "full" if typed[1] else "none", typed[0])
+        is_selective = "recompute_activations" in typed[0]
+        on = "selective" if is_selective else "full"
+        s.draft.put(RECOMPUTE, on if typed[1] else "none", typed[0])
+    elif s.ask_unread(RECOMPUTE, *_RECOMPUTE_ARGUMENTS):
+        pass
     elif interval is not None:
         s.draft.put(
             RECOMPUTE, "full" if interval else "none", "pipeline.activation_checkpoint_interval"
@@ -229,8 +401,10 @@ def recomputation(s: ImportSources) -> None:
             "full",
             "activation_checkpointing: the script calls DeepSpeed's checkpointing",
         )
-    elif s.is_trainer and s.has_command:
-        s.draft.put(RECOMPUTE, "none", "the Trainer's default")
+    elif program is not None and "gradient_checkpointing" in program.defaults:
+        s.draft.put(RECOMPUTE, "none", f"{program.defaults_of}'s default")
+    elif program is not None and "gradient_checkpointing" in program.unknown_defaults:
+        s.draft.ask(RECOMPUTE, program.unknown_defaults["gradient_checkpointing"])
 
 
 def monitors(s: ImportSources) -> None:

@@ -1,24 +1,19 @@
 """The command that starts a training: its launcher, where it runs, and the words of the script.
 
-Nothing is run and nothing is expanded; a hostfile and Accelerate's file are read where they are
-named and there.
+Nothing is run. Words before the launcher (srun, nohup, uv run, env) are read for its counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from shardwright.diagnostics import Diagnostic, Location, Refusal, Source, found
-from shardwright.recipe.recipe_parser import MAX_RECIPE_BYTES, parse_recipe_text
-from shardwright.recipe.recipe_tree import LineOffsets, node_value
-from shardwright.utils.file_io import read_regular_text_file
-from shardwright.utils.json_values import JsonObject
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.migrate.shell_script import ShellCommand, read_shell_commands, slurm_directives
 
-MOST_WORDS = 4096
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 # Options of the launchers that take no value; every other one takes the word behind it.
@@ -54,11 +49,12 @@ _SHORT_OPTIONS: dict[str, str] = {
 }
 _PYTHON_SWITCHES = frozenset({"u", "O", "OO", "B", "E", "I", "s", "S", "P"})
 
-# First words -> the launcher that they start.
+# First words -> the launcher that they start. The last ones start the program's own script.
 _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("deepspeed",): "deepspeed",
     ("ds",): "deepspeed",
     ("python", "-m", "deepspeed.launcher.runner"): "deepspeed",
+    ("python", "-m", "deepspeed"): "deepspeed",
     ("accelerate", "launch"): "accelerate",
     ("accelerate-launch",): "accelerate",
     ("python", "-m", "accelerate.commands.launch"): "accelerate",
@@ -66,14 +62,56 @@ _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("python", "-m", "torch.distributed.run"): "torchrun",
     ("python", "-m", "torch.distributed.launch"): "torchrun",
     ("python",): "python",
+    ("llamafactory-cli", "train"): "llamafactory-cli",
+    ("lmf", "train"): "llamafactory-cli",
+    ("axolotl", "train"): "axolotl",
+    **{("swift", name): "swift" for name in ("pt", "sft", "rlhf")},
+    **{("megatron", name): "swift" for name in ("pt", "sft", "rlhf")},
+    **{
+        ("trl", name): "trl"
+        for name in ("sft", "dpo", "grpo", "kto", "reward", "rloo", "gkd", "online_dpo")
+    },
 }
+OWN_SCRIPTS = frozenset({"llamafactory-cli", "axolotl", "swift", "trl"})
+"""Lists the launchers whose words are the training's, not those of a script behind them."""
+_NAMES_OF_LAUNCHERS = (
+    "deepspeed, accelerate launch, torchrun, python, llamafactory-cli train, axolotl train, "
+    "swift sft, trl sft"
+)
+
+_UV_VALUES = "p with extra group project directory python env-file"
+_SRUN_VALUES = (
+    "N n c p A t J w o e q G nodes ntasks ntasks-per-node cpus-per-task gpus gpus-per-node "
+    "gpus-per-task gres partition account time job-name nodelist output error qos mem "
+    "container-image container-mounts container-workdir container-name mpi jobid export chdir"
+)
+# Words before a launcher -> their options that take the next word.
+_WRAPPERS: dict[tuple[str, ...], frozenset[str]] = {
+    **dict.fromkeys((("nohup",), ("exec",), ("time",), ("env",), ("setsid",)), frozenset[str]()),
+    ("uv", "run"): frozenset(_UV_VALUES.split()),
+    ("poetry", "run"): frozenset(),
+    ("pipenv", "run"): frozenset(),
+    ("pdm", "run"): frozenset(),
+    ("pixi", "run"): frozenset({"e", "environment"}),
+    **{(c, "run"): frozenset({"n", "p", "name", "prefix"}) for c in ("conda", "micromamba")},
+    ("srun",): frozenset(_SRUN_VALUES.split()),
+    ("sudo",): frozenset({"u", "user"}),
+    ("nice",): frozenset({"n"}),
+    ("stdbuf",): frozenset({"o", "e", "i"}),
+    ("numactl",): frozenset(),
+}
+_SHELLS = frozenset({"bash", "sh", "zsh"})
+# Slurm's options -> options of a launcher.
+_SLURM_NODES = ("nodes", "N")
+_SLURM_GPUS = ("gpus-per-node", "ntasks-per-node", "gres")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """launcher: deepspeed | accelerate | torchrun | python. options: of the launcher, "" for a
-    switch. words: of the script, each with its values; a word is written with underscores. rest:
-    words of the script without a name."""
+    """launcher: deepspeed | accelerate | torchrun | python, or one of OWN_SCRIPTS. options: of the
+    launcher, "" for a switch. words: of the script, each with its values; a word is written with
+    underscores. rest: words of the script without a name. before: words before the launcher that
+    say nothing here. others: further training commands of the same text."""
 
     launcher: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -81,39 +119,72 @@ class LaunchCommand:
     script: str = ""
     words: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
-
-    def option(self, *names: str) -> tuple[str, str] | None:
-        """Return (as written, value) of the first of these options that is given."""
-        return next(
-            ((f"--{name}", self.options[name]) for name in names if name in self.options), None
-        )
+    before: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
-def read_command(text: str) -> LaunchCommand:
-    """Parse a launch command. Raises Refusal with SW1451."""
+def read_command(text: str, owner: str = "--launch") -> LaunchCommand:
+    """Parse the launch command of a text; a shell script's first one that trains.
+
+    owner: what messages call the text
+
+    Raises Refusal with SW1451.
+    """
     try:
-        words = shlex.split(re.sub(r"\\\r?\n", " ", text))
+        commands = read_shell_commands(text)
     except ValueError as error:
-        raise _refused(f"--launch is no command of a shell: {str(error).lower()}") from None
-    if not words:
-        raise _refused("--launch is empty")
-    if len(words) > MOST_WORDS:
-        raise _refused(f"--launch has {len(words)} words, more than {MOST_WORDS}")
-    environment: dict[str, str] = {}
-    while words and (variable := _VARIABLE.fullmatch(words[0])):
-        environment[variable[1]] = variable[2]
-        words = words[1:]
-    plain = [re.sub(r"python[\d.]*", "python", os.path.basename(w)) for w in words[:1]] + words[1:]
+        raise _refused(f"{owner} is no command of a shell: {str(error).lower()}") from None
+    slurm = _slurm_counts(slurm_directives(text))
+    launches = [found for command in commands if (found := _launch(command, slurm)) is not None]
+    if not launches:
+        if not commands:
+            raise _refused(f"{owner} has no command" if text.strip() else f"{owner} is empty")
+        raise _refused(
+            f"{owner} begins with {' '.join(commands[0].words[:2])!r}, and none of its commands is "
+            f"one of {_NAMES_OF_LAUNCHERS}"
+        )
+    launches.sort(key=lambda found: (found.launcher == "python", not found.words))
+    first, *others = launches
+    return replace(first, others=tuple(f"{o.launcher} {o.script}".strip() for o in others))
+
+
+def _launch(command: ShellCommand, slurm: dict[str, str]) -> LaunchCommand | None:
+    """Return the training that a command starts; None where it starts none."""
+    environment, words = dict(command.environment), list(command.words)
+    before: list[str] = []
+    while words:
+        if variable := _VARIABLE.fullmatch(words[0]):
+            environment[variable[1]] = variable[2]
+            words = words[1:]
+            continue
+        wrapper = next((w for w in _WRAPPERS if tuple(words[: len(w)]) == w), None)
+        if wrapper is None:
+            break
+        words, own = _without_options(words[len(wrapper) :], _WRAPPERS[wrapper])
+        slurm = {**slurm, **(_slurm_counts(own) if wrapper == ("srun",) else {})}
+        before += [" ".join((*wrapper, *(f"{name} {own[name]}".strip() for name in own)))]
+    if words and os.path.basename(words[0]) in _SHELLS and words[1:2] in (["-c"], ["-lc"]):
+        with contextlib.suppress(ValueError):
+            inner = [
+                found
+                for below in read_shell_commands(" ".join(words[2:3]))
+                if (found := _launch(below, slurm)) is not None
+            ]
+            if inner:
+                return replace(inner[0], environment={**environment, **inner[0].environment})
+        return None
+    plain = [re.sub(r"^python[\d.]*$", "python", os.path.basename(w)) for w in words[:1]]
+    plain += words[1:]
     longest_first = sorted(_LAUNCHERS, key=len, reverse=True)
     start = next((prefix for prefix in longest_first if tuple(plain[: len(prefix)]) == prefix), ())
     launcher, rest = _LAUNCHERS.get(start, ""), words[len(start) :]
-    if not launcher:
-        prefix = " ".join(words[:2]) or text.strip()
-        raise _refused(
-            f"--launch begins with {prefix!r}, which is none of deepspeed, accelerate launch, "
-            "torchrun, python"
-        )
-    options: dict[str, str] = {}
+    if not launcher or (launcher == "python" and "-c" in rest[:1]):
+        return None
+    options = {
+        name: count for name, count in slurm.items() if launcher == "python" or name == "nnodes"
+    }
+    if launcher in OWN_SCRIPTS:
+        rest = [" ".join(start), *rest]
     while rest and rest[0].startswith("-") and rest[0] != "-":
         name, equals, value = rest[0].lstrip("-").partition("=")
         rest = rest[1:]
@@ -123,6 +194,8 @@ def read_command(text: str) -> LaunchCommand:
         switch = name in _VALUELESS_OPTIONS or (launcher == "python" and name in _PYTHON_SWITCHES)
         if not equals and not switch and rest:
             value, *rest = rest
+        if name in ("nnodes", "num_nodes", "num_machines", "nproc_per_node"):
+            options.pop("nnodes" if name != "nproc_per_node" else name, None)
         options[name] = value
     named: dict[str, tuple[str, ...]] = {}
     unnamed: list[str] = []
@@ -135,6 +208,8 @@ def read_command(text: str) -> LaunchCommand:
             name = "" if equals else name
         elif name:
             named[name] = (*named[name], word)
+        elif launcher in OWN_SCRIPTS and (pair := _VARIABLE.fullmatch(word)):
+            named[pair[1]] = (pair[2],)  # LLaMA-Factory's key=value
         else:
             unnamed.append(word)
     return LaunchCommand(
@@ -144,7 +219,34 @@ def read_command(text: str) -> LaunchCommand:
         script=rest[0] if rest else "",
         words=named,
         rest=tuple(unnamed),
+        before=tuple(before),
     )
+
+
+def _without_options(words: list[str], valued: frozenset[str]) -> tuple[list[str], dict[str, str]]:
+    """Split the options from the front of words."""
+    own: dict[str, str] = {}
+    while words and words[0].startswith("-"):
+        written, equals, value = words[0].partition("=")
+        name = written.lstrip("-")
+        words = words[1:]
+        if not equals and name in valued and words:
+            value, *words = words
+        own[written] = value
+        if written == "--":
+            break
+    return words, own
+
+
+def _slurm_counts(options: dict[str, str]) -> dict[str, str]:
+    """Convert Slurm's options to the two counts of a launcher."""
+    plain = {name.lstrip("-"): value for name, value in options.items()}
+    found: dict[str, str] = {}
+    for names, count in ((_SLURM_NODES, "nnodes"), (_SLURM_GPUS, "nproc_per_node")):
+        value = next((plain[name] for name in names if name in plain), None)
+        if value is not None and (number := re.fullmatch(r"(?:gpu:)?(?:[\w-]+:)?(\d+)", value)):
+            found[count] = number[1]
+    return found
 
 
 def hostfile_slots(text: str) -> Iterator[tuple[str, int]]:
@@ -172,54 +274,3 @@ def _refused(message: str) -> Refusal:
         '--deepspeed ds.json".'
     )
     return Refusal(Diagnostic(code="SW1451", message=message, help=help))
-
-
-# Accelerate's own configuration file (`accelerate config`) -> options of its launcher, as they
-# would be typed.
-
-
-SECTION = "deepspeed_config"
-
-
-def read_accelerate_config(path: str) -> dict[str, str]:
-    """Read Accelerate's options, its DeepSpeed section included. Raises Refusal with SW1452."""
-    try:
-        text = read_regular_text_file(path, MAX_RECIPE_BYTES)
-    except (OSError, ValueError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise Refusal(_error(path, f"--config_file: {path} cannot be read: {cause}")) from None
-    node, errors = parse_recipe_text(text, LineOffsets(path, text))
-    source = Source(file=path, texts={path: text})
-    if errors:
-        raise Refusal(*(replace(error, code="SW1452") for error in errors), source=source)
-    document = None if node is None else node_value(node)
-    if not isinstance(document, Mapping):
-        raise Refusal(
-            _error(path, f"--config_file: {path} holds no keys of Accelerate"), source=source
-        )
-    return dict(_accelerate_config_options(document))
-
-
-def _accelerate_config_options(document: JsonObject) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in document.items():
-        if key == SECTION and isinstance(value, Mapping):
-            found |= _accelerate_config_options(value)
-        elif not isinstance(value, Mapping | list):
-            # The one option that has another name on the command line.
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            name = "hostfile" if key == "deepspeed_hostfile" else key
-            found[name] = "" if value is None else text
-    return found
-
-
-def resolve_config_path(path: str, name: str) -> str:
-    """Resolve a path in a configuration against the working folder, as Accelerate does, else its
-    own."""
-    own = os.path.join(os.path.dirname(path), name)
-    return name if os.path.isfile(name) or not os.path.isfile(own) else own
-
-
-def _error(path: str, message: str) -> Diagnostic:
-    help = "Give the YAML file that `accelerate config` wrote."
-    return found("SW1452", Location(file=path, line=0, column=0), message, help)

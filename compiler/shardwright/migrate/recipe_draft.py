@@ -11,11 +11,12 @@ from typing import TypeVar
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.engines.deepspeed.ds_config_schema import AUTO, FALSE_WORDS, TRUE_WORDS
 from shardwright.migrate.launch_command import LaunchCommand
+from shardwright.migrate.training_programs import TrainingProgram
 from shardwright.recipe.recipe_schema import FILL_IN
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 LONGEST_VALUE = 60
-_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key", re.IGNORECASE)
+_SECRET = re.compile(r"token(?!i[sz])|secret|password|passwd|credential|api_?key", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -54,8 +55,10 @@ class RecipeDraft:
         self.left.pop(source, None)
 
     def ask(self, key: str, what: str) -> None:
+        """Leave a recipe key to the user; the first reason stays."""
         self.values[key] = FILL_IN
-        self.fill[key] = what
+        self.fill.setdefault(key, what)
+        self.origins.pop(key, None)
 
     def note(self, section: str, text: str) -> None:
         lines = self.notes.setdefault(section, [])
@@ -102,24 +105,70 @@ def redacted(source: str, value: JsonValue) -> str:
 
 
 T = TypeVar("T")
-TRAINER_DEFAULT = "the Trainer's default"
+# What a shell, jinja or OmegaConf fills in later; `${NAME:-4}` has a readable default.
+_EXPRESSION = re.compile(r"\$[A-Za-z_{(0-9@*#?]|`|\{\{|\{%")
+_DEFAULTED = re.compile(r"\$\{\w+:?-([^${}`]*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Hold a setting of a command or of a file.
+
+    written: the name as it stands there: --learning_rate, learning_rate
+    values: its words; none for a switch
+    owner: who has it
+    told_as: the value as it stands there, where `values` are another program's
+    """
+
+    written: str
+    values: tuple[str, ...] = ()
+    owner: str = "the command"
+    told_as: str = ""
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.values)
+
+    def read(self, reader: Callable[[JsonValue], T | None]) -> T | None:
+        """Return the first word as `reader` reads it; None where only a shell knows it."""
+        text = resolved_text(self.values[0]) if self.values and self.values[0] else None
+        if text is None:
+            return None if self.values and self.values[0] else reader(True)
+        return reader(text)
+
+    def told(self) -> str:
+        """Return the setting as a reason: `the command has --lr $LR`."""
+        return f"{self.owner} has {redacted(self.written, self.told_as or self.text)}"
+
+
+def resolved_text(text: str) -> str | None:
+    """Return a text with the defaults of ${NAME:-default}; None where an expression is left."""
+    found = _DEFAULTED.sub(r"\1", text)
+    return None if _EXPRESSION.search(found) else found
 
 
 @dataclass(slots=True)
 class ImportSources:
-    """config: the file's keys, without those that lint finds wrong. is_trainer: the HF Trainer
-    reads the file, so that its defaults hold. has_command: --launch was given. world_size: ranks,
-    None where nothing says."""
+    """config: ds_config's keys, without those that lint finds wrong. faulty: these, with what lint
+    says. settings: of the script, by the Trainer's names where it has one. program: whose names
+    and defaults these are; None without a command. is_trainer: the HF Trainer reads ds_config.
+    world_size: ranks, None where nothing says."""
 
     draft: RecipeDraft
     config: JsonObject
     command: LaunchCommand
     is_trainer: bool
-    has_command: bool
+    settings: dict[str, Setting] = field(default_factory=dict)
+    options: dict[str, Setting] = field(default_factory=dict)
+    program: TrainingProgram | None = None
+    faulty: Mapping[str, str] = field(default_factory=dict)
+    has_document: bool = False
+    unread: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: Mapping[str, tuple[JsonValue, str]] = field(default_factory=dict)
+    read_files: frozenset[str] = frozenset()
     nodes: int | None = None
     gpus_per_node: int | None = None
     world_size: int | None = None
-    used: set[str] = field(default_factory=set)
 
     def get(self, dotted: str) -> JsonValue:
         """Return a value of ds_config; None where it is missing or "auto"."""
@@ -146,21 +195,37 @@ class ImportSources:
     def integer(self, dotted: str) -> int | None:
         return as_integer(self.get(dotted))
 
+    def setting(self, name: str) -> Setting | None:
+        """Return a setting of the script, else an option of the launcher."""
+        return self.settings.get(name) or self.options.get(name)
+
+    def option(self, *names: str) -> tuple[str, str] | None:
+        """Return (as written, value) of the first of these options of the launcher."""
+        found = next((self.options[name] for name in names if name in self.options), None)
+        return None if found is None else (found.written, found.text)
+
     def word(self, read: Callable[[JsonValue], T | None], *names: str) -> tuple[str, T] | None:
-        """Return (as typed, value) of the first of these words or launcher options that can be
-        read."""
+        """Return (as written, value) of the first of these settings that can be read."""
         for name in names:
-            for table in (
-                self.command.words,
-                {key: (value,) for key, value in self.command.options.items()},
-            ):
-                if name in table:
-                    values = table[name]
-                    value = read(values[0] if values and values[0] else True)
-                    if value is not None:
-                        self.used.add(name)
-                        return f"--{name}", value
+            found = self.setting(name)
+            value = found.read(read) if found is not None else None
+            if found is not None and value is not None:
+                return found.written, value
         return None
+
+    def ask_unread(self, key: str, *names: str, dotted: str = "") -> bool:
+        """Ask for a key whose value is there and cannot be read; return whether it is so."""
+        if dotted in self.faulty:
+            self.draft.ask(key, f"{dotted}: {self.faulty[dotted]}")
+            return True
+        found = next((s for name in names if (s := self.setting(name)) is not None), None)
+        if found is None:
+            return False
+        self.draft.ask(key, found.told())
+        self.draft.take(found.written, key)
+        for source in self.there(dotted):
+            self.draft.take(source, key)
+        return True
 
     def settle(
         self,
@@ -168,25 +233,45 @@ class ImportSources:
         read: Callable[[JsonValue], T | None],
         *words: str,
         dotted: str = "",
-        default: T | None = None,
+        otherwise: T | None = None,
+        origin: str = "",
     ) -> T | None:
-        """Set `key` from the file's `dotted`, else from the words, else from the Trainer's
-        default."""
+        """Set `key` from the file's `dotted`, else from the words, else from the program's default
+        of the first word, else from `otherwise`, whose origin is told. A value that is there and
+        cannot be read, or a default that depends on the program's version, is asked for."""
         given = read(self.get(dotted)) if dotted else None
         typed = self.word(read, *words)
+        if given is None and typed is None and key in self.checkpoint:
+            value, where = self.checkpoint[key]
+            if (known := read(value)) is not None:
+                self.draft.put(key, value, where, *self.there(dotted))
+                return known
         if given is not None:
             self.draft.put(key, _plain(given), dotted)
             if typed is not None and typed[1] != given:
                 why = f"the file's {dotted} is {given}, and the Trainer refuses two values"
                 self.draft.leave(section_of(key), typed[0], _plain(typed[1]), why)
+            elif typed is not None:
+                self.draft.take(typed[0], key)
             return given
         if typed is not None:
             self.draft.put(key, _plain(typed[1]), typed[0], typed[0], *self.there(dotted))
             return typed[1]
-        if default is not None and self.is_trainer and self.has_command:
-            self.draft.put(key, _plain(default), TRAINER_DEFAULT, *self.there(dotted))
-            return default
-        return None
+        if self.ask_unread(key, *words, dotted=dotted):
+            return None
+        program = self.program
+        if program is not None and words:
+            default = read(program.defaults.get(words[0]))
+            if default is not None:
+                why = f"{program.defaults_of}'s default"
+                self.draft.put(key, _plain(default), why, *self.there(dotted))
+                return default
+            if (reason := program.unknown_defaults.get(words[0])) is not None:
+                self.unanswered(key, dotted, reason)
+                return None
+        if otherwise is not None:
+            self.draft.put(key, _plain(otherwise), origin, *self.there(dotted))
+        return otherwise
 
     def unanswered(self, key: str, dotted: str, what: str) -> None:
         """Record a value that the recipe needs and no source gives."""
@@ -251,6 +336,7 @@ SECTIONS = (
     "cluster",
     "training",
     "data",
+    "validation",
     "lora",
     "parallelism",
     "launch",
@@ -277,6 +363,11 @@ def draft_yaml(draft: RecipeDraft, name: str, heading: list[str]) -> str:
         *(f"# {escape_control_characters(line)}" for line in heading),
         "version: 1",
         f"name: {scalar(name)}",
+        *(
+            f"target: {scalar(draft.values[key])} # {draft.origins[key]}"
+            for key in ("target",)
+            if key in draft.values
+        ),
         "",
     ]
     for section in SECTIONS:

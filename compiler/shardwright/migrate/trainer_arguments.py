@@ -18,6 +18,7 @@ from shardwright.migrate.recipe_draft import (
     as_switch,
     as_text,
     redacted,
+    resolved_text,
 )
 
 _ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -25,6 +26,10 @@ _DATA_ARGUMENTS = (
     *(
         "dataset_name",
         "dataset",
+        "datasets",
+        "dataset_mixer",
+        "dataset_mixture",
+        "dataset_train_split",
         "dataset_path",
         "dataset_dir",
         "dataset_config_name",
@@ -40,6 +45,10 @@ _DATA_ARGUMENTS = (
         "data",
         "train_files",
     ),
+)
+_MODEL_ARGUMENTS = (
+    *("model_name_or_path", "model_name", "model_id", "model_path", "base_model", "model"),
+    "hf_model_path",
 )
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -59,9 +68,7 @@ REASONS: dict[str, str] = {
     "per_device_eval_batch_size": _VALIDATION,
     "local_rank": "the launcher gives it",
     "tf32": "PyTorch's own setting; not part of a recipe",
-    **dict.fromkeys(
-        ("torch_dtype", "dtype"), "weights are read in fp32 and trained in training.precision"
-    ),
+    "dtype": "weights are read in fp32 and trained in training.precision",
     "trust_remote_code": "a recipe names the model a second time instead: model.trust_remote_code",
     **dict.fromkeys(
         ("dataloader_num_workers", "preprocessing_num_workers"), "data is tokenized before the run"
@@ -71,6 +78,19 @@ REASONS: dict[str, str] = {
     "use_liger_kernel": "a recipe has no such key in this version",
     "neftune_noise_alpha": "noise on embeddings is not part of a recipe",
     "label_smoothing_factor": "the loss is the plain cross-entropy",
+    **dict.fromkeys(
+        ("ddp_timeout", "ddp_find_unused_parameters", "plot_loss"), "a recipe has no such key"
+    ),
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit", "use_dora"), "a recipe trains unquantized weights"
+    ),
+    **dict.fromkeys(
+        ("weights_dtype", "torch_dtype"), "weights are read in fp32 and trained in precision"
+    ),
+    "fsdp_config": "compile shards by the layout",
+    "bf16": "the other precision counts",
+    "fp16": "the other precision counts",
+    "config": "the file that was read",
     "group_by_length": "samples come in the order of data.shuffle",
     "push_to_hub": "`shardwright export` writes the folder; `hf upload` sends it",
     "save_strategy": "checkpoint.every_steps says how often",
@@ -82,72 +102,153 @@ REASONS: dict[str, str] = {
 
 def model(s: ImportSources, named: str | None) -> None:
     """Convert the model; named: by --model of the command line."""
-    typed = s.word(
-        as_text, "model_name_or_path", "model_name", "model_id", "model_path", "base_model", "model"
-    )
+    typed = s.word(as_text, *_MODEL_ARGUMENTS)
     if named is not None:
         s.draft.put("model.source", named, "--model", *((typed[0],) if typed else ()))
     elif typed is not None:
         s.draft.put("model.source", typed[1], typed[0])
+    elif "model.source" in s.checkpoint:
+        s.draft.put("model.source", *s.checkpoint["model.source"])
+    elif "model.source" in s.unread:
+        s.draft.ask("model.source", s.unread["model.source"])
+    elif not s.ask_unread("model.source", *_MODEL_ARGUMENTS):
+        shape = [
+            redacted(s.settings[name].written, s.settings[name].text)
+            for name in ("num_layers", "hidden_size", "num_attention_heads")
+            if name in s.settings
+        ]
+        said = f"; its shape: {', '.join(shape)}" if shape else ""
+        s.draft.ask("model.source", f"the model: a hub id such as Qwen/Qwen3-8B, or ./folder{said}")
+    from_scratch = s.draft.values.get("target") == "megatron" and typed is None
+    if from_scratch and "load" not in s.settings:
+        s.draft.put("model.weights", "random", "no --load: it trains from scratch")
+    elif from_scratch:
+        s.draft.ask("model.weights", "pretrained or random; the run goes on from its own --load")
     else:
-        s.draft.ask("model.source", "the model: a hub id such as Qwen/Qwen3-8B, or ./folder")
-    s.draft.put("model.weights", "pretrained")
-    s.draft.note(
-        "model",
-        "weights: pretrained goes on from the model's weights; `random` trains from scratch",
-    )
-    revision = s.word(as_text, "model_revision")
+        s.draft.put("model.weights", "pretrained")
+        s.draft.note(
+            "model",
+            "weights: pretrained goes on from the model's weights; `random` trains from scratch",
+        )
+    revision = s.word(as_text, "model_revision", "revision_of_model")
     if revision is not None and re.fullmatch(r"[A-Za-z0-9._/][A-Za-z0-9._/-]*", revision[1]):
         s.draft.put("model.revision", revision[1], revision[0])
     attention = s.word(as_text, "attn_implementation")
     if attention is not None and attention[1] in _ATTENTION:
         s.draft.put("model.attention", attention[1], attention[0])
+    elif attention is not None and attention[1] == "auto":
+        s.draft.take(attention[0], "model.attention")
+    elif attention is not None:
+        what = "sdpa, eager or flash_attention_2"
+        s.draft.ask("model.attention", f"{what}; {s.settings['attn_implementation'].told()}")
+        s.draft.take(attention[0], "model.attention")
+    else:
+        s.ask_unread("model.attention", "attn_implementation")
 
 
 def data(s: ImportSources) -> None:
-    words = [
-        (f"--{name}", s.command.words[name]) for name in _DATA_ARGUMENTS if name in s.command.words
+    said = [
+        setting for name, setting in s.settings.items() if name.partition(".")[0] in _DATA_ARGUMENTS
     ]
-    said = "; ".join(redacted(word, " ".join(values)) for word, values in words)
+    if s.draft.values.get("target") == "megatron" and _megatron_data(s):
+        return
+    told = "; ".join(redacted(setting.written, setting.text) for setting in said)
     s.draft.ask(
         "data.kind",
         "text, jsonl, parquet, chat, tokens or megatron"
-        + (f"; the command has {said}" * bool(said)),
+        + (f"; {said[0].owner} has {told}" if told else ""),
     )
     s.draft.ask("data.path", "the files, relative to this one, such as data/*.jsonl")
-    for word, _ in words:
-        s.draft.take(word, "data")
+    for setting in said:
+        s.draft.take(setting.written, "data")
     s.settle("data.tokenizer", as_text, "tokenizer_name", "tokenizer_name_or_path", "tokenizer")
     s.settle("data.packing", as_switch, "packing")
+    share = s.word(as_number, "validation_fraction")
+    if share is not None and 0 < share[1] < 1:
+        s.draft.put("validation.fraction", share[1], share[0])
 
 
-def rest(s: ImportSources) -> None:
-    seed = s.word(as_integer, "seed")
-    if seed is not None and 0 <= seed[1] < 2**32:
-        s.draft.put("training.seed", seed[1], seed[0])
-    elif s.is_trainer and s.has_command:
-        s.draft.put("training.seed", 42, "the Trainer's default")
+def _megatron_data(s: ImportSources) -> bool:
+    """Convert Megatron's data path where it is one; return whether it was."""
+    path = s.settings.get("data_path")
+    names = () if path is None else tuple(map(resolved_text, path.values))
+    if path is None or len(names) != 1 or names[0] is None:
+        return False
+    s.draft.put("data.kind", "megatron", path.written)
+    s.draft.put("data.path", names[0], path.written)
+    tokenizer = s.word(as_text, "tokenizer_name", "tokenizer_model")
+    if tokenizer is not None:
+        s.draft.put("data.tokenizer", tokenizer[1], tokenizer[0])
+    return True
+
+
+def optional(s: ImportSources) -> None:
+    """Convert the keys that a recipe may leave out."""
+    _seed(s)
     _lora(s)
     s.settle("checkpoint.every_steps", as_count, "save_steps", "checkpointing_steps")
     s.settle("checkpoint.keep", as_count, "save_total_limit")
-    for tracker in s.command.words.get("report_to", ()):
+    _tracking(s)
+
+
+def _seed(s: ImportSources) -> None:
+    seed = s.word(as_integer, "seed")
+    default = s.program.defaults.get("seed") if s.program is not None else None
+    if seed is not None and 0 <= seed[1] < 2**32:
+        s.draft.put("training.seed", seed[1], seed[0])
+    elif not s.ask_unread("training.seed", "seed") and default is not None and s.program:
+        s.draft.put("training.seed", default, f"{s.program.defaults_of}'s default")
+
+
+def _tracking(s: ImportSources) -> None:
+    trackers = s.settings.get("report_to")
+    project = s.word(as_text, "wandb_project")
+    named = s.command.environment.get("WANDB_PROJECT", "huggingface")
+    for tracker in trackers.values if trackers is not None else ():
         if tracker == "tensorboard":
-            s.draft.put("tracking.tensorboard", True, "--report_to")
-        elif tracker == "wandb" and "tracking.wandb.project" not in s.draft.values:
-            project = s.command.environment.get("WANDB_PROJECT", "huggingface")
-            s.draft.put("tracking.wandb.project", project, "--report_to")
-        elif tracker not in ("wandb", "none"):
-            what = redacted("--report_to", tracker)
+            s.draft.put("tracking.tensorboard", True, trackers.written if trackers else "")
+        elif tracker == "wandb" and project is None:
+            if "tracking.wandb.project" not in s.draft.values:
+                origin = trackers.written if trackers is not None else ""
+                s.draft.put("tracking.wandb.project", named, origin)
+        elif tracker not in ("wandb", "none") and trackers is not None:
+            what = redacted(trackers.written, tracker)
             s.draft.note("tracking", f"not carried, a recipe has tensorboard and wandb: {what}")
-    if "report_to" in s.command.words:
-        s.draft.take("--report_to", "tracking")
-    for name, values in s.command.words.items():
-        if f"--{name}" not in s.draft.carried:
-            why = REASONS.get(name, "a word of the script that a recipe does not have")
-            s.draft.leave("training", f"--{name}", " ".join(values), why)
+    if trackers is not None:
+        s.draft.take(trackers.written, "tracking")
+    if project is not None:
+        s.draft.put("tracking.wandb.project", project[1], project[0])
+        entity = s.word(as_text, "wandb_entity")
+        if entity is not None:
+            s.draft.put("tracking.wandb.entity", entity[1], entity[0])
+
+
+def rest(s: ImportSources) -> None:
+    """Comment on every setting that nothing has read."""
+    own = s.program.reasons if s.program is not None else {}
+    for name, setting in s.settings.items():
+        if setting.written in s.draft.carried:
+            continue
+        plain = setting.written.lstrip("-")
+        if setting.written != f"--{plain}" and resolved_text(setting.text) is None:
+            why = "its value is filled in by another program"
+        elif resolved_text(setting.text) is None:
+            why = "only the shell knows its value"
+        else:
+            why = next(
+                (
+                    table[key]
+                    for key in (plain, name, plain.partition(".")[0])
+                    for table in (own, REASONS)
+                    if key in table
+                ),
+                "a setting that a recipe does not have",
+            )
+        s.draft.leave("training", setting.written, setting.text, why)
     for value in s.command.rest:
-        what = json.dumps(value)[:LONGEST_VALUE]
-        s.draft.note("training", f"not carried, a word of the script without a name: {what}")
+        if value not in s.read_files:
+            what = json.dumps(value)[:LONGEST_VALUE]
+            s.draft.note("training", f"not carried, a word of the script without a name: {what}")
 
 
 def name_of(s: ImportSources, fallback: str) -> str:
@@ -163,36 +264,47 @@ def name_of(s: ImportSources, fallback: str) -> str:
 def _lora(s: ImportSources) -> None:
     rank = s.word(as_count, "lora_r", "lora_rank")
     wanted = s.word(as_switch, "use_peft", "use_lora", "lora", "lora_enable")
-    if rank is None and (wanted is None or not wanted[1]):
+    names = ("use_peft", "use_lora", "lora", "lora_enable")
+    if wanted is None and s.ask_unread("lora.rank", *names):
         return
-    s.draft.put(
-        "lora.rank", rank[1] if rank is not None else 16, rank[0] if rank is not None else ""
-    )
+    is_on = wanted[1] if wanted is not None else None
     if wanted is not None:
         s.draft.take(wanted[0], "lora")
-    s.settle("lora.alpha", as_number, "lora_alpha")
-    s.settle("lora.dropout", as_number, "lora_dropout")
-    modules = s.command.words.get("lora_target_modules", ())
-    names = [
+    if is_on is False or (rank is None and is_on is None and "lora_r" not in s.settings):
+        return
+    if s.settle("lora.rank", as_count, "lora_r", "lora_rank") is None:
+        s.draft.ask("lora.rank", "the rank of the adapters")
+    for key, name in (("lora.alpha", "lora_alpha"), ("lora.dropout", "lora_dropout")):
+        s.settle(key, as_number, name)
+    if "lora.alpha" not in s.draft.values:
+        s.draft.ask("lora.alpha", "the scale of the adapters; its default is the program's own")
+    modules = s.settings.get("lora_target_modules")
+    found = [
         name
-        for word in modules
+        for word in (modules.values if modules is not None else ())
         for name in re.split(r"[\s,]+", word)
         if re.fullmatch(r"[A-Za-z0-9._]+", name)
     ]
-    if names and names != ["all-linear"]:
-        s.draft.put("lora.target_modules", list(dict.fromkeys(names)), "--lora_target_modules")
+    if modules is not None and found and found != ["all"]:
+        s.draft.put("lora.target_modules", list(dict.fromkeys(found)), modules.written)
+    elif modules is not None:
+        s.draft.take(modules.written, "lora.target_modules")  # auto: every linear layer
 
 
 def kwargs(s: ImportSources) -> None:
-    """Convert --lr_scheduler_kwargs (JSON): the final learning rate of cosine_with_min_lr."""
-    values = s.command.words.get("lr_scheduler_kwargs", ())
+    """Convert lr_scheduler_kwargs (JSON): the final learning rate, and the decay of wsd."""
+    setting = s.settings.get("lr_scheduler_kwargs")
+    if setting is None:
+        return
     try:
-        found = json.loads(" ".join(values)) if values else {}
+        found = json.loads(setting.text)
     except (ValueError, RecursionError):
         return
     if not isinstance(found, dict):
         return
+    if set(found) == {"num_decay_steps"} and (steps := as_count(found["num_decay_steps"])):
+        s.draft.put("training.scheduler.decay_steps", steps, setting.written)
     for name, key in (("min_lr", "min_lr"), ("min_lr_rate", "min_lr_ratio")):
         low = as_number(found.get(name))
         if low is not None and low >= 0 and set(found) == {name}:
-            s.draft.put(f"training.scheduler.{key}", low, "--lr_scheduler_kwargs")
+            s.draft.put(f"training.scheduler.{key}", low, setting.written)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from shardwright.lint.ds_config_training_rules import (
     ACCUMULATION_STEPS_KEY,
     MICRO_BATCH_SIZE_KEY,
     TRAIN_BATCH_SIZE_KEY,
 )
 from shardwright.migrate.recipe_draft import (
-    TRAINER_DEFAULT,
     ImportSources,
     as_count,
     as_number,
+    as_switch,
     as_text,
 )
 from shardwright.utils.json_values import JsonValue
@@ -32,20 +34,63 @@ _SEQUENCE_LENGTH_ARGUMENTS = (
         "seq_len",
         "block_size",
     ),
-    *("model_max_length", "cutoff_len", "sequence_len"),
+    *("model_max_length", "cutoff_len", "sequence_len", "max_len"),
 )
-TRAINER_MICRO_BATCH_SIZE, TRAINER_EPOCHS = 8, 3.0
+_STEPS = "gradient_accumulation_steps"
+_GLOBAL_BATCH_ARGUMENTS = ("global_batch_size",)
+# Recipe axis -> names of its ranks: ds_config's, Accelerate's and the programs'.
+_AXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tensor": (
+        ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        (
+            *("tensor_parallel_size", "tensor_model_parallel_size", "megatron_lm_tp_degree"),
+            *("parallelism_config_tp_size", "tp_size"),
+        ),
+    ),
+    "pipeline": (
+        (),
+        ("pipeline_parallel_size", "pipeline_model_parallel_size", "megatron_lm_pp_degree"),
+    ),
+    "context": (
+        ("sequence_parallel_size",),
+        (
+            *("sequence_parallel_size", "context_parallel_size", "ulysses_sequence_parallel_size"),
+            *("parallelism_config_sp_size", "parallelism_config_cp_size"),
+        ),
+    ),
+    "expert": (
+        ("expert_parallel.autoep_size",),
+        ("expert_parallel_size", "expert_model_parallel_size"),
+    ),
+}
+_DATA_AXES = (
+    "parallelism_config_dp_replicate_size",
+    "parallelism_config_dp_shard_size",
+    "dp_shard_size",
+    "dp_replicate_size",
+)
+
+
+def target(s: ImportSources) -> None:
+    """Set the engine where the run is Megatron's."""
+    kind = s.word(as_text, "distributed_type")
+    if s.program is not None and s.program.target:
+        s.draft.put("target", s.program.target, f"the command is {s.program.name}'s")
+    elif kind is not None and kind[1].upper() == "MEGATRON_LM":
+        s.draft.put("target", "megatron", f"{kind[0]}: {kind[1]}", kind[0])
 
 
 def parallel(s: ImportSources) -> None:
-    """Pin the degrees that the file runs with."""
-    named = next(
-        (n for n in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size") if s.integer(n)),
-        "",
-    )
-    s.draft.put("parallelism.tensor", max(1, (s.integer(named) if named else None) or 1), named)
+    """Pin the degrees that the run has."""
+    for axis, (keys, words) in _AXES.items():
+        _degree(s, axis, keys, words)
+    for name in _DATA_AXES:
+        found = s.word(as_count, name)
+        if found is not None:
+            s.draft.take(found[0], "parallelism.data")
+    if s.draft.values.get("target") == "megatron":
+        _megatron_degrees(s)
     if not s.has("pipeline"):
-        s.draft.put("parallelism.pipeline", 1)
         return
     stages = s.integer("pipeline.stages")
     if stages:
@@ -58,52 +103,131 @@ def parallel(s: ImportSources) -> None:
         )
 
 
+def _degree(s: ImportSources, axis: str, keys: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """Pin one axis. Several words multiply: Accelerate's sp_size and cp_size."""
+    key = f"parallelism.{axis}"
+    named = next((name for name in keys if s.integer(name)), "")
+    if named:
+        s.draft.put(key, max(1, s.integer(named) or 1), named)
+        return
+    given = [name for name in words if s.setting(name) is not None]
+    counts = [(found, name) for name in given if (found := s.word(as_count, name)) is not None]
+    if len(counts) < len(given):
+        s.ask_unread(key, *(n for n in given if all(n != name for _, name in counts)))
+        return
+    if counts:
+        degree = 1
+        for (_, count), _name in counts:
+            degree *= count
+        sources = [found[0] for found, _ in counts]
+        s.draft.put(key, degree, " x ".join(sources), *sources)
+    elif axis in ("tensor", "pipeline"):
+        s.draft.put(key, 1)
+
+
+def _megatron_degrees(s: ImportSources) -> None:
+    """Convert the keys that only Megatron-Core's layouts have."""
+    flag = s.word(as_switch, "sequence_parallel", "megatron_lm_sequence_parallelism")
+    if flag is not None:
+        s.draft.put("parallelism.sequence_parallel", flag[1], flag[0])
+    else:
+        s.ask_unread(
+            "parallelism.sequence_parallel", "sequence_parallel", "megatron_lm_sequence_parallelism"
+        )
+    s.settle("parallelism.expert_tensor", as_count, "expert_tensor_parallel_size")
+    stages = s.draft.values.get("parallelism.pipeline")
+    layers = s.word(as_count, "num_layers")
+    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+        found = s.word(as_count, name)
+        if found is None:
+            s.ask_unread("parallelism.virtual_stages", name)
+        elif name.startswith("num_virtual"):
+            s.draft.put("parallelism.virtual_stages", found[1], found[0])
+        elif (
+            layers is not None and isinstance(stages, int) and layers[1] % (stages * found[1]) == 0
+        ):
+            count = layers[1] // stages // found[1]
+            s.draft.put("parallelism.virtual_stages", count, found[0])
+        else:
+            s.ask_unread("parallelism.virtual_stages", name)
+
+
+def _data_ranks(s: ImportSources) -> int | None:
+    """Return the ranks that train sequences of their own; None where a degree is not known."""
+    ranks = s.world_size
+    for axis in ("tensor", "pipeline", "context"):
+        degree = s.draft.values.get(f"parallelism.{axis}", 1)
+        if not isinstance(degree, int) or ranks is None:
+            return None
+        ranks = ranks // degree
+    return ranks or None
+
+
+def _accumulation(s: ImportSources) -> tuple[int | None, str]:
+    """Return the steps of accumulation and why they are not known."""
+    steps = s.integer(ACCUMULATION_STEPS_KEY)
+    names = ("megatron_lm_num_micro_batches", _STEPS)
+    typed = s.word(as_count, *names)
+    if steps is None and typed is not None:
+        steps = typed[1]
+    present = next((found for name in names if (found := s.setting(name)) is not None), None)
+    for source in (*s.there(ACCUMULATION_STEPS_KEY), *((present.written,) if present else ())):
+        s.draft.take(source, BATCH)
+    if steps is not None:
+        return steps, ""
+    if present is not None:
+        return None, present.told()
+    if s.program is not None:
+        default = as_count(s.program.defaults.get(_STEPS))
+        return default, s.program.unknown_defaults.get(_STEPS, "")
+    return None, ""
+
+
 def batch(s: ImportSources) -> None:
     """Convert the batch sizes: train_batch_size = micro-batch x accumulation x data ranks.
 
     Two of them determine the third.
     """
-    data = None
-    tensor, pipeline = (s.draft.values[f"parallelism.{axis}"] for axis in ("tensor", "pipeline"))
-    if s.world_size and isinstance(tensor, int) and isinstance(pipeline, int):
-        data = s.world_size // (tensor * pipeline) or None
-    train, steps = s.integer(TRAIN_BATCH_SIZE_KEY), s.integer(ACCUMULATION_STEPS_KEY)
-    typed = s.word(as_count, ACCUMULATION_STEPS_KEY)
-    steps = (
-        steps or (typed[1] if typed else None) or (1 if s.is_trainer and s.has_command else None)
-    )
-    micro = s.settle(
-        MICRO_BATCH,
-        as_count,
-        *_MICRO_BATCH_ARGUMENTS,
-        dotted=MICRO_BATCH_SIZE_KEY,
-        default=TRAINER_MICRO_BATCH_SIZE,
-    )
+    data = _data_ranks(s)
+    train = s.integer(TRAIN_BATCH_SIZE_KEY)
+    steps, unknown_steps = _accumulation(s)
+    source = TRAIN_BATCH_SIZE_KEY
+    typed_batch = s.word(as_count, *_GLOBAL_BATCH_ARGUMENTS)
+    if train is None and typed_batch is not None:
+        source, train = typed_batch
+    micro = s.settle(MICRO_BATCH, as_count, *_MICRO_BATCH_ARGUMENTS, dotted=MICRO_BATCH_SIZE_KEY)
     if s.world_size is None and train and micro and steps and train % (micro * steps) == 0:
         s.world_size = train // (micro * steps)
-    if micro is None and train and data and train % (data * (steps or 1)) == 0:
-        micro = train // (data * (steps or 1))
-        s.draft.put(
-            MICRO_BATCH,
-            micro,
-            f"{TRAIN_BATCH_SIZE_KEY} / {ACCUMULATION_STEPS_KEY} / {data} data ranks",
-            *s.there(MICRO_BATCH_SIZE_KEY),
-        )
+    if micro is None and MICRO_BATCH not in s.draft.fill and train and data:
+        shares = data * (steps or 1)
+        if train % shares == 0:
+            micro = train // shares
+            s.draft.put(
+                MICRO_BATCH,
+                micro,
+                f"{source} / {ACCUMULATION_STEPS_KEY} / {data} data ranks",
+                *s.there(MICRO_BATCH_SIZE_KEY),
+            )
+    is_assumed = s.has_document and steps is None and not unknown_steps  # DeepSpeed's default: 1
     if train:
-        s.draft.put(BATCH, train, TRAIN_BATCH_SIZE_KEY)
-    elif micro and data:
+        s.draft.put(BATCH, train, source)
+    elif s.ask_unread(BATCH, *_GLOBAL_BATCH_ARGUMENTS, dotted=TRAIN_BATCH_SIZE_KEY):
+        pass
+    elif micro and data and (steps or is_assumed):
         origin = f"{micro} sequences x {steps or 1} steps of accumulation x {data} data ranks"
         s.draft.put(BATCH, micro * (steps or 1) * data, origin, *s.there(TRAIN_BATCH_SIZE_KEY))
     else:
-        known = f"{micro or 'micro-batch'} x {steps or 'accumulation'} x the number of data ranks"
-        s.unanswered(BATCH, TRAIN_BATCH_SIZE_KEY, f"sequences of an optimizer step: {known}")
-    for source in (*s.there(ACCUMULATION_STEPS_KEY), *((typed[0],) if typed else ())):
-        s.draft.take(source, BATCH)
-    if micro is None and s.has(MICRO_BATCH_SIZE_KEY):
+        known = (
+            f"{micro or 'micro-batch'} x {steps or 'accumulation'} x "
+            f"{data or 'the number of data ranks'}"
+        )
+        why = f"; {unknown_steps}" if unknown_steps else ""
+        s.unanswered(BATCH, TRAIN_BATCH_SIZE_KEY, f"sequences of an optimizer step: {known}{why}")
+    if micro is None and s.has(MICRO_BATCH_SIZE_KEY) and MICRO_BATCH not in s.draft.fill:
         s.draft.take(MICRO_BATCH_SIZE_KEY, MICRO_BATCH)
         s.draft.note("parallelism", f"{MICRO_BATCH_SIZE_KEY}: auto; left to compile")
-    tensor = s.draft.values["parallelism.tensor"]
-    if isinstance(tensor, int) and tensor > 1 and train:
+    tensor = s.draft.values.get("parallelism.tensor")
+    if isinstance(tensor, int) and tensor > 1 and train and s.has_document:
         s.draft.note(
             "training",
             (
@@ -115,33 +239,47 @@ def batch(s: ImportSources) -> None:
 
 
 def length(s: ImportSources) -> None:
+    what = "tokens of a sequence, as the script cuts or pads them"
     if s.settle("training.sequence_length", as_count, *_SEQUENCE_LENGTH_ARGUMENTS) is None:
-        s.draft.ask(
-            "training.sequence_length", "tokens of a sequence, as the script cuts or pads them"
-        )
+        s.draft.ask("training.sequence_length", what)
+
+
+_EPOCHS = ("num_train_epochs", "num_epochs", "epochs")
 
 
 def duration(s: ImportSources) -> None:
     """Convert max_steps, else epochs, else the scheduler's steps."""
     total = as_count(s.get("scheduler.params.total_num_steps"))
     steps = s.word(as_count, "max_steps", "max_train_steps")
-    epochs = s.word(as_number, "num_train_epochs", "num_epochs", "epochs")
+    epochs = s.word(as_number, *_EPOCHS)
+    samples = s.word(as_count, "train_samples")
+    length = s.draft.values.get("training.sequence_length")
     source = "scheduler.params.total_num_steps"
+    is_unset = s.word(as_number, "max_steps")  # the Trainer's -1
     if steps is not None:
         s.draft.put("training.steps", steps[1], steps[0])
+    elif is_unset is None and s.setting("max_steps") is not None:
+        s.ask_unread("training.steps", "max_steps")
     elif epochs is not None and epochs[1] > 0:
         s.draft.put("training.epochs", epochs[1], epochs[0])
+    elif s.ask_unread("training.epochs", *_EPOCHS):
+        pass
+    elif samples is not None and isinstance(length, int):
+        s.draft.put("training.tokens", samples[1] * length, f"{samples[0]} x sequence_length")
+        s.draft.take(samples[0], "training.tokens")
     elif total is not None:
         s.draft.put("training.steps", total, source)
-    elif s.is_trainer and s.has_command:
-        s.draft.put("training.epochs", TRAINER_EPOCHS, TRAINER_DEFAULT)
-    else:
+    elif "training.steps" in s.checkpoint:
+        s.draft.put("training.steps", *s.checkpoint["training.steps"])
+    elif (
+        s.settle("training.epochs", as_number, "num_train_epochs") is None
+        and "training.epochs" not in s.draft.fill
+    ):
         s.draft.ask("training.steps", "optimizer steps; or write epochs: or tokens: in its place")
-    for word in ("max_steps", "num_train_epochs"):
-        if word in s.command.words and f"--{word}" not in s.draft.carried:
-            s.draft.leave(
-                "training", f"--{word}", " ".join(s.command.words[word]), "the other one counts"
-            )
+    for word in ("max_steps", "num_train_epochs", "num_epochs"):
+        found = s.settings.get(word)
+        if found is not None:
+            s.draft.leave("training", found.written, found.text, "the other one counts")
     if s.has(source) and source not in s.draft.carried:
         s.draft.take(source, "training.steps")
 
@@ -152,13 +290,14 @@ def duration(s: ImportSources) -> None:
 SECTION = "training.optimizer"
 _ADAM = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"})
 _TRAINER_ADAM_NAMES = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
-# parameter -> (word, DeepSpeed's default and the Trainer's)
+_SMALLER_STATES = re.compile(r"(paged_)?adamw_(torch_)?(8bit|4bit|32bit|bnb_8bit)|paged_adamw")
+# parameter -> (word, DeepSpeed's default)
 _NUMBERS: dict[str, tuple[str, float]] = {
     "eps": ("adam_epsilon", 1e-8),
     "weight_decay": ("weight_decay", 0.0),
 }
 BETAS = (0.9, 0.999)
-TRAINER_LEARNING_RATE = 5e-5
+DEEPSPEED_DEFAULT = "DeepSpeed's default"
 # Parameters of Adam's that choose an implementation, or say what is so anyway.
 _IMPLEMENTATION = frozenset(
     {
@@ -190,22 +329,31 @@ def optimizer(s: ImportSources) -> None:
                 "decoupled"
             )
             s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
-    typed = s.word(as_text, "optim")
-    if typed is not None and typed[1].lower() in _TRAINER_ADAM_NAMES:
+    typed = s.word(as_text, "optim", "optimizer")
+    is_adam = typed is None or typed[1].lower() in (*_TRAINER_ADAM_NAMES, *_ADAM)
+    if typed is not None and is_adam:
         s.draft.put(f"{SECTION}.name", "adamw", typed[0])
     elif typed is not None:
         s.draft.leave(SECTION, typed[0], typed[1], "AdamW is the one optimizer of a recipe")
+        if not _SMALLER_STATES.fullmatch(typed[1].lower()):
+            what = f"the learning rate for AdamW; the run trains by {typed[1]}"
+            s.draft.ask(f"{SECTION}.lr", what)
+            for name in ("learning_rate", "lr"):
+                if (found := s.setting(name)) is not None:
+                    s.draft.leave(SECTION, found.written, found.text, f"of {typed[1]}")
     key, path = f"{SECTION}.lr", "optimizer.params.lr"
     if (
-        s.settle(key, as_number, "learning_rate", "lr", dotted=path, default=TRAINER_LEARNING_RATE)
-        is None
+        key not in s.draft.fill
+        and s.settle(key, as_number, "learning_rate", "lr", dotted=path) is None
     ):
         s.unanswered(key, path, "the highest learning rate")
     _betas(s)
     for name, (word, default) in _NUMBERS.items():
         key, path = f"{SECTION}.{name}", f"optimizer.params.{name}"
-        if s.settle(key, as_number, word, dotted=path, default=default) is None:
-            s.draft.put(key, default, "DeepSpeed's default", *s.there(path))
+        if s.has_document or s.program is None:
+            s.settle(key, as_number, word, dotted=path, otherwise=default, origin=DEEPSPEED_DEFAULT)
+        elif s.settle(key, as_number, word, dotted=path) is None:
+            s.draft.ask(key, f"AdamW's {name}; no file and no word of the command says it")
     if s.draft.values[f"{SECTION}.weight_decay"] and not s.is_trainer:
         s.draft.note(
             SECTION,
@@ -225,25 +373,61 @@ def optimizer(s: ImportSources) -> None:
 
 
 def _betas(s: ImportSources) -> None:
+    key = f"{SECTION}.betas"
     path, given = "optimizer.params.betas", s.get("optimizer.params.betas")
     if (
         isinstance(given, list | tuple)
         and len(given) == 2
         and all(as_number(b) is not None for b in given)
     ):
-        s.draft.put(f"{SECTION}.betas", list(given), path)
+        s.draft.put(key, list(given), path)
         return
-    first, second = s.word(as_number, "adam_beta1"), s.word(as_number, "adam_beta2")
-    values: list[JsonValue] = [first[1] if first else BETAS[0], second[1] if second else BETAS[1]]
-    sources = tuple(found[0] for found in (first, second) if found)
-    origin = " and ".join(sources) or (TRAINER_DEFAULT if s.is_trainer else "DeepSpeed's default")
-    s.draft.put(f"{SECTION}.betas", values, origin, *sources, *s.there(path))
+    both = s.settings.get("adam_betas")
+    if both is not None:
+        numbers = [as_number(text) for text in re.split(r"[\s,()\[\]]+", both.text) if text]
+        if len(numbers) == 2 and None not in numbers:
+            s.draft.put(key, list(numbers), both.written, *s.there(path))
+        else:
+            s.ask_unread(key, "adam_betas")
+        return
+    values: list[JsonValue] = []
+    origins: list[str] = []
+    sources: list[str] = []
+    for at, name in enumerate(("adam_beta1", "adam_beta2")):
+        typed = s.word(as_number, name)
+        known = as_number(s.program.defaults.get(name)) if s.program is not None else None
+        if typed is not None:
+            values.append(typed[1])
+            sources.append(typed[0])
+            origins.append(typed[0])
+        elif s.ask_unread(key, name, dotted=path):
+            return
+        elif known is not None and s.program is not None:
+            values.append(known)
+            origins.append(f"{s.program.defaults_of}'s default")
+        elif s.has_document or s.program is None:
+            values.append(BETAS[at])
+            origins.append(DEEPSPEED_DEFAULT)
+    if len(values) < 2:
+        reasons = s.program.unknown_defaults if s.program is not None else {}
+        what = reasons.get(
+            "adam_beta1", "two numbers; no file and no word of the command says them"
+        )
+        s.unanswered(key, path, what)
+        for source in sources:
+            s.draft.take(source, key)
+        return
+    s.draft.put(key, values, " and ".join(dict.fromkeys(origins)), *sources, *s.there(path))
 
 
 def clipping(s: ImportSources) -> None:
     key, name = "training.gradient_clipping", "gradient_clipping"
-    if s.settle(key, as_number, "max_grad_norm", name, dotted=name, default=1.0) is None:
-        s.draft.put(key, 1.0, "DeepSpeed's and the Trainer's default", *s.there(name))
+    words = ("max_grad_norm", "megatron_lm_gradient_clipping", name)
+    if s.has_document or s.program is None or s.option("distributed_type") is not None:
+        origin = "DeepSpeed's and the Trainer's default"
+        s.settle(key, as_number, *words, dotted=name, otherwise=1.0, origin=origin)
+    elif s.settle(key, as_number, *words, dotted=name) is None:
+        s.draft.ask(key, "the norm that gradients are clipped to, 0 for none")
 
 
 SCHEDULE = "training.scheduler"
@@ -254,7 +438,10 @@ _TRAINER_SCHEDULES: dict[str, str] = {
     "constant": "constant",
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+    "wsd": "wsd",
 }
+_CURVES = ("lr_scheduler_type", "lr_scheduler", "lr_decay_style")
 _DEEPSPEED_SCHEDULES: dict[str, str] = {
     "WarmupLR": "constant",
     "WarmupDecayLR": "linear",
@@ -274,37 +461,16 @@ def scheduler(s: ImportSources) -> None:
         )
         _convert_deepspeed_schedule(s, str(kind))
     elif kind is not None:
-        s.draft.leave(
-            SCHEDULE, "scheduler.type", kind, "a recipe's curves are constant, linear, cosine, wsd"
-        )
-        s.draft.put(f"{SCHEDULE}.name", "constant")
+        why = "a recipe's curves are constant, linear, cosine, wsd"
+        s.draft.leave(SCHEDULE, "scheduler.type", kind, why)
+        s.draft.ask(f"{SCHEDULE}.name", f"constant, linear, cosine or wsd; the file has {kind}")
     else:
         _convert_trainer_schedule(s)
-    typed = s.command.words.get("lr_scheduler_type")
-    if kind is not None and typed:
-        s.draft.leave(
-            SCHEDULE, "--lr_scheduler_type", " ".join(typed), "the file's own scheduler counts"
-        )
-    # As in the Trainer steps precede a ratio, and steps below 1 are a ratio.
-    path = "" if kind is None else f"{_PARAMS}.warmup_num_steps"
-    given = as_count(s.get(path)) if path else None
-    sources = s.there(path)
-    steps = s.word(as_number, "warmup_steps", "num_warmup_steps")
-    ratio = s.word(as_number, "warmup_ratio")
-    part = steps if steps is not None and steps[1] > 0 else ratio
-    if given is not None:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", given, path)
-    elif steps is not None and steps[1] >= 1:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", int(steps[1]), steps[0], steps[0], *sources)
-    elif part is not None and 0 <= part[1] < 1:
-        s.draft.put(f"{SCHEDULE}.warmup_ratio", part[1], part[0], part[0], *sources)
-    elif kind in _DEEPSPEED_SCHEDULES and not sources:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", 1000, "DeepSpeed's default")
-    else:
-        s.draft.put(f"{SCHEDULE}.warmup_steps", 0, "", *sources)
-    for found in (steps, ratio):
-        if found is not None and found[0] not in s.draft.carried:
-            s.draft.leave(SCHEDULE, found[0], found[1], "the other one counts")
+    for name in _CURVES:
+        typed = s.settings.get(name)
+        if kind is not None and typed is not None:
+            s.draft.leave(SCHEDULE, typed.written, typed.text, "the file's own scheduler counts")
+    _warmup(s, kind)
     for name, value in s.section(_PARAMS).items():
         s.draft.leave(
             SCHEDULE,
@@ -312,6 +478,40 @@ def scheduler(s: ImportSources) -> None:
             value,
             f"a recipe's schedule has no such value; {kind} has",
         )
+
+
+_WARMUP_STEPS = ("warmup_steps", "num_warmup_steps")
+_WARMUP_RATIOS = ("warmup_ratio", "lr_warmup_fraction", "warmup_fraction")
+
+
+def _warmup(s: ImportSources, kind: str | None) -> None:
+    """Convert the warm-up. As in the Trainer steps precede a ratio, and steps below 1 are one."""
+    key = f"{SCHEDULE}.warmup_steps"
+    path = "" if kind is None else f"{_PARAMS}.warmup_num_steps"
+    given = as_count(s.get(path)) if path else None
+    sources = s.there(path)
+    steps = s.word(as_number, *_WARMUP_STEPS)
+    ratio = s.word(as_number, *_WARMUP_RATIOS)
+    part = steps if steps is not None and steps[1] > 0 else ratio
+    if given is not None:
+        s.draft.put(key, given, path)
+    elif steps is not None and steps[1] >= 1:
+        s.draft.put(key, int(steps[1]), steps[0], steps[0], *sources)
+    elif part is not None and 0 <= part[1] < 1:
+        s.draft.put(f"{SCHEDULE}.warmup_ratio", part[1], part[0], part[0], *sources)
+    elif (steps is None and s.ask_unread(key, *_WARMUP_STEPS, dotted=path)) or (
+        ratio is None and s.ask_unread(f"{SCHEDULE}.warmup_ratio", *_WARMUP_RATIOS)
+    ):
+        pass
+    elif kind in _DEEPSPEED_SCHEDULES and not sources:
+        s.draft.put(key, 1000, DEEPSPEED_DEFAULT)
+    elif kind is None and s.program is not None and "warmup_steps" in s.program.unknown_defaults:
+        s.draft.ask(key, s.program.unknown_defaults["warmup_steps"])
+    else:
+        s.draft.put(key, 0, "", *sources)
+    for found in (steps, ratio):
+        if found is not None and found[0] not in s.draft.carried:
+            s.draft.leave(SCHEDULE, found[0], found[1], "the other one counts")
 
 
 def _convert_deepspeed_schedule(s: ImportSources, kind: str) -> None:
@@ -331,6 +531,14 @@ def _convert_deepspeed_schedule(s: ImportSources, kind: str) -> None:
         s.draft.put(f"{SECTION}.lr", rate, top)
     elif s.has(top):
         s.draft.take(top, f"{SECTION}.lr")
+    elif kind == "WarmupDecayLR":
+        before = s.draft.values.get(f"{SECTION}.lr")
+        unused = (
+            "" if not isinstance(before, float) else f"; optimizer.params.lr {before:g} is not used"
+        )
+        s.draft.fill.pop(f"{SECTION}.lr", None)
+        origin = f"WarmupDecayLR's default without warmup_max_lr{unused}"
+        s.draft.put(f"{SECTION}.lr", 0.001, origin, *s.there("optimizer.params.lr"))
     least = f"{_PARAMS}.warmup_min_lr"
     if s.has(least) and not s.number(least):
         s.draft.take(least, SCHEDULE)  # 0, or what the Trainer makes 0
@@ -351,16 +559,42 @@ def _convert_deepspeed_schedule(s: ImportSources, kind: str) -> None:
 
 
 def _convert_trainer_schedule(s: ImportSources) -> None:
-    typed = s.word(as_text, "lr_scheduler_type")
-    name = typed[1].lower() if typed is not None else "linear" if s.is_trainer else "constant"
-    if typed is not None and name in _TRAINER_SCHEDULES:
-        s.draft.put(f"{SCHEDULE}.name", _TRAINER_SCHEDULES[name], typed[0])
-    elif typed is not None:
-        s.draft.leave(
-            SCHEDULE, typed[0], typed[1], "a recipe's curves are constant, linear, cosine, wsd"
-        )
-        s.draft.put(f"{SCHEDULE}.name", "constant")
+    key, what = f"{SCHEDULE}.name", "constant, linear, cosine or wsd"
+    typed = s.word(as_text, *_CURVES)
+    program = s.program
+    default = as_text(program.defaults.get("lr_scheduler_type")) if program is not None else None
+    if typed is not None and (curve := _TRAINER_SCHEDULES.get(typed[1].lower())) is not None:
+        s.draft.put(key, curve, typed[0])
+        _lowest_rate(s, curve)
+    elif s.ask_unread(key, *_CURVES):
+        s.draft.fill[key] = f"{what}; {s.draft.fill[key]}"
+    elif default is not None and program is not None:
+        s.draft.put(key, default, f"{program.defaults_of}'s default")
+        _lowest_rate(s, default)
+    elif program is not None and "lr_scheduler_type" in program.unknown_defaults:
+        s.draft.ask(key, program.unknown_defaults["lr_scheduler_type"])
+    elif program is not None and not s.has_document:
+        s.draft.ask(key, f"{what}; no file and no word of the command says it")
     elif s.is_trainer:
-        s.draft.put(f"{SCHEDULE}.name", "linear", TRAINER_DEFAULT)
+        s.draft.put(key, "linear", "the Trainer's default")
     else:
-        s.draft.put(f"{SCHEDULE}.name", "constant", "no scheduler in the file: the rate stays")
+        s.draft.put(key, "constant", "no scheduler in the file: the rate stays")
+
+
+def _lowest_rate(s: ImportSources, curve: str) -> None:
+    """Convert min_lr, and the decay's own length of Megatron-LM and the Trainer."""
+    if curve == "constant":
+        return
+    if "min_lr" in s.settings:
+        s.settle(f"{SCHEDULE}.min_lr", as_number, "min_lr")
+    s.settle(f"{SCHEDULE}.min_lr_ratio", as_number, "cosine_min_lr_ratio", "min_lr_ratio")
+    decay = s.word(as_count, "lr_wsd_decay_iters")
+    if curve == "wsd" and decay is not None:
+        s.draft.put(f"{SCHEDULE}.decay_steps", decay[1], decay[0])
+    elif curve == "wsd" and f"{SCHEDULE}.decay_steps" not in s.draft.values:
+        s.draft.ask(f"{SCHEDULE}.decay_steps", "updates of the decay at the end")
+    end = s.word(as_count, "lr_decay_iters")
+    if end is not None and end[1] == s.draft.values.get("training.steps"):
+        s.draft.take(end[0], SCHEDULE)
+    elif end is not None:
+        s.draft.leave(SCHEDULE, end[0], end[1], "a recipe's curve ends at the last step")

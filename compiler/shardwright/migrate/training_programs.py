@@ -1,0 +1,391 @@
+"""Programs that train: how their scripts and settings are called, and which defaults are known.
+
+A new program is a row. A default stands in `defaults` where every version of the program has it;
+in `unknown_defaults` where it depends on the version or on the script's own class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.utils.json_values import JsonValue
+
+ValueMap = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingProgram:
+    """Describe a program.
+
+    scripts: patterns of a script or module
+    keys: sets of settings; a file that has all of one set is this program's
+    typed_keys: the same of a command
+    aliases: its name -> the name that is read, and its values -> those that are read (None: the
+        same)
+    defaults, unknown_defaults: by the name that is read
+    defaults_of: what a comment calls the program of the defaults
+    reasons: its setting -> why a recipe does not have it
+    untrainable: setting -> values of another training than next-token prediction
+    """
+
+    name: str
+    scripts: tuple[str, ...] = ()
+    keys: tuple[frozenset[str], ...] = ()
+    typed_keys: tuple[frozenset[str], ...] = ()
+    aliases: Mapping[str, tuple[str, ValueMap | None]] = field(default_factory=dict)
+    defaults: Mapping[str, JsonValue] = field(default_factory=dict)
+    unknown_defaults: Mapping[str, str] = field(default_factory=dict)
+    defaults_of: str = ""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    untrainable: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    target: str = ""
+
+
+def _keys(*sets: str) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(names.split()) for names in sets)
+
+
+def _because(why: str, names: str) -> dict[str, str]:
+    """Return one reason for several names."""
+    return dict.fromkeys(names.split(), why)
+
+
+# transformers 4.30 to 5.x, TrainingArguments.
+_TRAINER_DEFAULTS: dict[str, JsonValue] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "learning_rate": 5e-5,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "seed": 42,
+    "gradient_checkpointing": False,
+    "bf16": False,
+}
+# What scripts' own subclasses of TrainingArguments change.
+_OFTEN_CHANGED = ("learning_rate", "gradient_checkpointing", "bf16")
+_TRAINER_BASE = {k: v for k, v in _TRAINER_DEFAULTS.items() if k not in _OFTEN_CHANGED}
+_SUBCLASS = {
+    "learning_rate": "the learning rate; TrainingArguments' is 5e-05, the script may have its own",
+    "gradient_checkpointing": (
+        "none or full; TrainingArguments' is none, the script may have its own"
+    ),
+    "bf16": "bf16, fp16 or fp32; TrainingArguments' is fp32, the script may have its own",
+}
+_ON_OFF: ValueMap = {"true": "true", "false": "false"}
+_NOT_ON: ValueMap = {"true": "false", "false": "true"}
+_ATTENTION: ValueMap = {
+    "fa2": "flash_attention_2",
+    "flash_attn": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "disabled": "eager",
+}
+_PREFERENCES = frozenset({"rm", "ppo", "dpo", "kto", "rlhf", "grpo", "orpo", "simpo"})
+_DEFAULT_OF_VERSION = "its default depends on {}'s version"
+
+
+def _by_version(program: str, **values: str) -> dict[str, str]:
+    return {name: f"{what}; {_DEFAULT_OF_VERSION.format(program)}" for name, what in values.items()}
+
+
+PROGRAMS = (
+    TrainingProgram(
+        name="Megatron-LM",
+        scripts=(r"pretrain_(gpt|mamba|bert|t5|vlm|llama|qwen)\w*\.py", r"pretrain\w*_megatron\w*"),
+        typed_keys=_keys("tensor_model_parallel_size micro_batch_size", "train_iters seq_length"),
+        aliases={
+            "train_iters": ("max_steps", None),
+            "lr": ("learning_rate", None),
+            "clip_grad": ("max_grad_norm", None),
+            "adam_eps": ("adam_epsilon", None),
+            "lr_decay_style": ("lr_scheduler_type", None),
+            "lr_warmup_iters": ("warmup_steps", None),
+            "micro_batch_size": ("per_device_train_batch_size", None),
+            "save_interval": ("save_steps", None),
+            "tokenizer_model": ("tokenizer_name", None),
+            "tensor_model_parallel_size": ("tensor_parallel_size", None),
+            "pipeline_model_parallel_size": ("pipeline_parallel_size", None),
+            "expert_model_parallel_size": ("expert_parallel_size", None),
+        },
+        defaults={
+            "weight_decay": 0.01,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_epsilon": 1e-8,
+            "max_grad_norm": 1.0,
+            "lr_scheduler_type": "linear",
+            "warmup_steps": 0,
+            "seed": 1234,
+            "gradient_checkpointing": False,
+            "bf16": False,
+        },
+        defaults_of="Megatron-LM",
+        target="megatron",
+        reasons={
+            **_because(
+                "the model's configuration has it",
+                "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
+                "group_query_attention kv_channels max_position_embeddings swiglu "
+                "normalization norm_epsilon position_embedding_type rotary_base "
+                "rotary_percent use_rotary_position_embeddings "
+                "untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias "
+                "qk_layernorm make_vocab_size_divisible_by vocab_size padded_vocab_size "
+                "num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq "
+                "attention_dropout hidden_dropout multi_latent_attention",
+            ),
+            **_because(
+                "compile writes it by the layout",
+                "use_distributed_optimizer overlap_grad_reduce overlap_param_gather",
+            ),
+            **_because("see `validation` in the recipe", "eval_interval eval_iters"),
+            **_because(
+                "run/metrics.jsonl has every step", "log_interval log_throughput timing_log_level"
+            ),
+            **_because("a run lies in the folder that compile writes", "save load"),
+            "split": "see `validation` in the recipe",
+            "init_method_std": "the model's configuration has it: initializer_range",
+        },
+    ),
+    TrainingProgram(
+        name="LLaMA-Factory",
+        scripts=(r"llamafactory-cli|lmf train", r"(src/)?llamafactory/(launcher|cli)\.py"),
+        keys=_keys("finetuning_type", "stage cutoff_len", "stage template", "cutoff_len dataset"),
+        aliases={
+            "flash_attn": ("attn_implementation", _ATTENTION),
+            "disable_gradient_checkpointing": ("gradient_checkpointing", _NOT_ON),
+            "pure_bf16": ("bf16", _ON_OFF),
+            "finetuning_type": ("use_peft", {"lora": "true", "full": "false"}),
+            "lora_target": ("lora_target_modules", None),
+            "neat_packing": ("packing", {"true": "true"}),
+            "val_size": ("validation_fraction", None),
+        },
+        defaults={k: v for k, v in _TRAINER_DEFAULTS.items() if k != "gradient_checkpointing"},
+        defaults_of="the Trainer",
+        unknown_defaults={
+            **_by_version(
+                "LLaMA-Factory",
+                max_seq_length="tokens of a sequence (cutoff_len)",
+                gradient_checkpointing="none or full",
+            ),
+        },
+        untrainable={"stage": _PREFERENCES},
+        reasons={
+            "stage": "a recipe trains next tokens",
+            "template": "data.template names a chat template",
+            "do_train": "a run trains",
+            "mask_history": "a label is every answer of a conversation",
+            "train_on_prompt": "data.train_on says what is trained on",
+            **_because(
+                "a recipe trains unquantized weights",
+                "quantization_bit quantization_method double_quantization",
+            ),
+            **_because(
+                "write model.freeze: [vision, projector, text] by hand",
+                "freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
+            ),
+        },
+    ),
+    TrainingProgram(
+        name="Axolotl",
+        scripts=(r"axolotl train", r"axolotl\.cli\.train"),
+        keys=_keys("base_model", "sequence_len micro_batch_size"),
+        aliases={
+            "flash_attention": ("attn_implementation", {"true": "flash_attention_2"}),
+            "sdp_attention": ("attn_implementation", {"true": "sdpa"}),
+            "eager_attention": ("attn_implementation", {"true": "eager"}),
+            "micro_batch_size": ("per_device_train_batch_size", None),
+            "lr_scheduler": ("lr_scheduler_type", None),
+            "optimizer": ("optim", None),
+            "sample_packing": ("packing", None),
+            "adapter": ("use_peft", {"lora": "true", "qlora": "true"}),
+            "val_set_size": ("validation_fraction", None),
+            "context_parallel_size": ("sequence_parallel_size", None),
+            "sequence_parallel_degree": ("sequence_parallel_size", None),
+            "wandb_name": ("run_name", None),
+            "tokenizer_config": ("tokenizer_name", None),
+        },
+        unknown_defaults=_by_version(
+            "Axolotl",
+            per_device_train_batch_size="sequences of a GPU at once (micro_batch_size)",
+            gradient_accumulation_steps="steps of accumulation",
+            num_train_epochs="epochs; or write steps: or tokens: in its place",
+            learning_rate="the learning rate",
+            lr_scheduler_type="constant, linear, cosine or wsd",
+            gradient_checkpointing="none or full",
+            bf16="bf16, fp16 or fp32",
+            adam_beta1="two numbers",
+            adam_beta2="two numbers",
+            adam_epsilon="AdamW's eps",
+            weight_decay="the weight decay",
+            max_grad_norm="the norm that gradients are clipped to",
+            warmup_steps="updates with a rising learning rate",
+        ),
+        untrainable={
+            "rl": frozenset({"dpo", "ipo", "kto", "orpo", "simpo", "grpo"}),
+            "reward_model": frozenset({"true"}),
+        },
+        reasons={
+            "load_in_8bit": "a recipe trains unquantized weights",
+            "load_in_4bit": "a recipe trains unquantized weights",
+            "train_on_inputs": "data.train_on says what is trained on",
+            "pad_to_sequence_len": "data.packing says how sequences are filled",
+            "saves_per_epoch": "checkpoint.every_steps counts steps",
+            "evals_per_epoch": "see `validation` in the recipe",
+            "special_tokens": "the tokenizer's own files have them",
+            "chat_template": "data.template names a chat template",
+            "wandb_watch": "run/metrics.jsonl has every step",
+        },
+    ),
+    TrainingProgram(
+        name="ms-swift",
+        scripts=(r"swift \w+", r"megatron \w+", r"swift/cli/(sft|pt|rlhf)\.py"),
+        keys=_keys("train_type model", "tuner_type", "sft_type", "attn_impl model"),
+        aliases={
+            "attn_impl": ("attn_implementation", _ATTENTION),
+            "train_type": ("use_peft", {"lora": "true", "full": "false"}),
+            "tuner_type": ("use_peft", {"lora": "true", "full": "false"}),
+            "sft_type": ("use_peft", {"lora": "true", "full": "false"}),
+            "target_modules": ("lora_target_modules", None),
+            "split_dataset_ratio": ("validation_fraction", None),
+            "torch_dtype": ("mixed_precision", {"bfloat16": "bf16", "float16": "fp16"}),
+        },
+        unknown_defaults=_by_version(
+            "ms-swift",
+            per_device_train_batch_size="sequences of a GPU at once",
+            gradient_accumulation_steps="steps of accumulation",
+            learning_rate="the learning rate",
+            lr_scheduler_type="constant, linear, cosine or wsd",
+            gradient_checkpointing="none or full",
+            bf16="bf16, fp16 or fp32",
+            adam_beta1="two numbers",
+            adam_beta2="two numbers",
+            weight_decay="the weight decay",
+            warmup_steps="updates with a rising learning rate",
+        ),
+        defaults={"max_grad_norm": 1.0, "seed": 42, "adam_epsilon": 1e-8, "num_train_epochs": 3.0},
+        defaults_of="ms-swift",
+        untrainable={"rlhf_type": _PREFERENCES | {"cpo", "gkd"}},
+        reasons={
+            **_because(
+                "write model.freeze: [vision, projector, text] by hand",
+                "freeze_vit freeze_aligner freeze_llm",
+            ),
+            "system": "data.template names a chat template",
+            "template": "data.template names a chat template",
+        },
+    ),
+    TrainingProgram(
+        name="OpenRLHF",
+        scripts=(r"openrlhf[./]cli[./]train_\w+",),
+        aliases={
+            "pretrain": ("model_name_or_path", None),
+            "max_len": ("max_seq_length", None),
+            "train_batch_size": ("global_batch_size", None),
+            "micro_train_batch_size": ("per_device_train_batch_size", None),
+            "max_epochs": ("num_train_epochs", None),
+            "lr_scheduler": ("lr_scheduler_type", None),
+            "lr_warmup_ratio": ("warmup_ratio", None),
+            "l2": ("weight_decay", None),
+            "max_norm": ("max_grad_norm", None),
+            "adam_offload": ("offload_optimizer_device", {"true": "cpu", "": "cpu"}),
+            "packing_samples": ("packing", None),
+            "ring_attn_size": ("sequence_parallel_size", None),
+            "param_dtype": ("mixed_precision", {"bf16": "bf16", "fp16": "fp16"}),
+            "wandb_run_name": ("run_name", None),
+        },
+        unknown_defaults=_by_version(
+            "OpenRLHF",
+            global_batch_size="sequences of an optimizer step",
+            per_device_train_batch_size="sequences of a GPU at once",
+            num_train_epochs="epochs; or write steps: or tokens: in its place",
+            learning_rate="the learning rate",
+            lr_scheduler_type="constant, linear, cosine or wsd",
+            gradient_checkpointing="none or full",
+            bf16="bf16, fp16 or fp32",
+            zero_stage="the ZeRO stage",
+            adam_beta1="two numbers",
+            adam_beta2="two numbers",
+            weight_decay="the weight decay",
+            max_grad_norm="the norm that gradients are clipped to",
+            warmup_steps="updates with a rising learning rate",
+        ),
+    ),
+    TrainingProgram(
+        name="TRL",
+        scripts=(
+            r"trl \w+",
+            r"(^|/)(sft|dpo|grpo|kto|reward_modeling|gkd)\w*\.py",
+            r"trl[./]scripts",
+        ),
+        keys=_keys(
+            "model_name_or_path dataset_name max_length",
+            "model_name_or_path dataset_name max_seq_length",
+            "model_name_or_path dataset_mixer",
+            "model_name_or_path dataset_mixture",
+            "model_name_or_path assistant_only_loss",
+        ),
+        aliases={
+            "torch_dtype": ("weights_dtype", None),
+            "dtype": ("weights_dtype", None),
+        },
+        defaults=_TRAINER_BASE,
+        defaults_of="the Trainer",
+        unknown_defaults={
+            **_by_version(
+                "TRL",
+                learning_rate="the learning rate (2e-05 in SFTConfig of TRL 1)",
+                gradient_checkpointing="none or full (full in TRL 1)",
+                bf16="bf16, fp16 or fp32 (bf16 in TRL 1)",
+                max_seq_length="tokens of a sequence",
+            ),
+        },
+        untrainable={"loss_type": frozenset({"sigmoid", "hinge", "ipo", "apo_zero"})},
+    ),
+    TrainingProgram(
+        name="the Trainer",
+        scripts=(r"run_(clm|mlm|plm|fim|glue|ner|qa|summarization|translation)\w*\.py",),
+        defaults=_TRAINER_DEFAULTS,
+        defaults_of="the Trainer",
+    ),
+    TrainingProgram(
+        name="TrainingArguments",
+        keys=_keys("per_device_train_batch_size", "num_train_epochs", "output_dir learning_rate"),
+        typed_keys=_keys(
+            "per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "output_dir"
+        ),
+        defaults=_TRAINER_BASE,
+        unknown_defaults=_SUBCLASS,
+        defaults_of="the Trainer",
+    ),
+)
+"""Lists the programs, special before general: the first match counts."""
+
+UNKNOWN_SCRIPT = TrainingProgram(name="a script")
+PREFERENCE_SCRIPTS = re.compile(
+    r"(^|[/ ._])(dpo|grpo|kto|ppo|rloo|gkd|online_dpo|reward|reward_modeling|rlhf|train_dpo|"
+    r"train_ppo\w*|train_rm|train_kto)(\.py)?$"
+)
+"""Matches scripts that train preferences or rewards."""
+
+
+def program_of_script(script: str) -> TrainingProgram | None:
+    for program in PROGRAMS:
+        if any(re.search(pattern, script) for pattern in program.scripts):
+            return program
+    return None
+
+
+def program_of_words(names: frozenset[str]) -> TrainingProgram:
+    """Return the program that takes such words on a command line."""
+    return next(
+        (p for p in PROGRAMS if any(keys <= names for keys in p.typed_keys)), UNKNOWN_SCRIPT
+    )
