@@ -180,23 +180,25 @@ def _fewest_nodes_that_fit(recipe: Recipe) -> int | None:
     return None
 
 
-# `shardwright import ds_config.json [--launch "..."]`: a recipe out of a DeepSpeed configuration
-# and the command that starts it. Imports neither torch nor DeepSpeed, and runs nothing.
+# `shardwright import FILE [--launch "..."]`: a recipe out of what starts a training: a file of any
+# kind that migrate/file_kinds.py lists, and a command. Imports neither torch nor DeepSpeed, and
+# runs nothing.
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         nargs="?",
-        metavar="DS_CONFIG",
-        help="a ds_config.json; - is standard input (default: the file that --launch names)",
+        metavar="FILE",
+        help="a ds_config.json, a settings file of Accelerate, LLaMA-Factory, Axolotl, ms-swift, "
+        "TRL or the Trainer, a shell script, or a checkpoint folder; - is standard input "
+        "(default: the file that --launch names)",
     )
     parser.add_argument(
         "--launch",
         metavar="COMMAND",
-        help="the command that starts training, in quotes: deepspeed, accelerate launch, torchrun "
-        "or python, with "
-        "the script's arguments",
+        help="the command that starts training, in quotes, as it is typed: deepspeed, accelerate "
+        "launch, torchrun, python, llamafactory-cli, axolotl, swift or trl, with its arguments",
     )
     parser.add_argument(
         "--model", metavar="M", help="a hub id or model folder, if the command does not name one"
@@ -205,14 +207,14 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Prints the recipe, or writes it with -o. Raises Refusal: SW1451 to SW1453, and lint's of a
-    file."""
+    """Prints the recipe, or writes it with -o. Raises Refusal: SW1451 to SW1456, SW6220, and
+    lint's of a file."""
     from shardwright.migrate.config_import import convert_config
     from shardwright.migrate.recipe_draft import draft_yaml
 
     output: Path | None = args.output
     if args.file is None and args.launch is None:
-        error("give a ds_config.json, or the --launch that names one")
+        error("give the file that a training is started with, or its command as --launch")
         return 1
     if output is not None and os.path.lexists(output):
         raise _unwritten(output, "it is there already, and import replaces nothing")
@@ -247,6 +249,8 @@ def _report(imported: ImportedRecipe, text: str, output: Path | None) -> None:
         f"{len(draft.carried)} settings carried, {len(draft.left)} not: a comment each says why",
         file=sys.stderr,
     )
+    if draft.left:
+        print(escape_control_characters(f"not carried: {', '.join(draft.left)}"), file=sys.stderr)
     if draft.fill:
         print("fill in:", file=sys.stderr)
         for key, what in draft.fill.items():

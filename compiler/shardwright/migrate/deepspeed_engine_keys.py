@@ -111,6 +111,8 @@ def zero(s: ImportSources) -> None:
     elif "deepspeed" in s.unread:
         for key, what in ((ZERO_STAGE, "the ZeRO stage"), (OFFLOAD, "what is in host memory")):
             s.draft.ask(key, f"{what}; {s.unread['deepspeed']}")
+        if (named := s.settings.get("deepspeed")) is not None:
+            s.draft.take(named.written, ZERO_STAGE)
         return
     else:
         stage = s.settle(ZERO_STAGE, as_integer, "zero_stage", dotted=f"{ZERO}.stage")
@@ -182,13 +184,16 @@ def _stage_without_a_ds_config(s: ImportSources) -> int | None:
         s.draft.ask(ZERO_STAGE, "the ZeRO stage; Accelerate's file does not say it")
         return None
     is_plain = name in ("MULTI_GPU", "NO", "MULTI_CPU") or (
-        not name and s.command.launcher in ("torchrun", "python", "llamafactory-cli", "accelerate")
+        not name and s.command.launcher in ("torchrun", "python", "llamafactory-cli")
     )
     if is_plain and s.program is not None and s.program.name != "a script":
         s.draft.put(ZERO_STAGE, 0, "neither DeepSpeed nor FSDP is on")
         if kind is not None:
             s.draft.take(kind[0], ZERO_STAGE)
         return 0
+    if s.command.launcher == "accelerate" and not name:
+        s.draft.ask(ZERO_STAGE, "the ZeRO stage; without --config_file Accelerate reads its own")
+        return None
     s.draft.ask(ZERO_STAGE, "the ZeRO stage, 0 to 3; no file and no word of the command says it")
     return None
 
@@ -201,6 +206,8 @@ def _fsdp_stage(s: ImportSources, typed: Setting | None) -> int | None:
             s.draft.put(ZERO_STAGE, stage, f"{typed.written} {typed.text}", typed.written)
             if "offload" in words:
                 s.draft.put(OFFLOAD, "parameters", typed.written)
+            else:
+                _fsdp_offload(s)
             return stage
     for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
         for spelled in (name, f"fsdp_config.{name.removeprefix('fsdp_')}", f"fsdp_config.{name}"):
@@ -216,13 +223,7 @@ def _fsdp_stage(s: ImportSources, typed: Setting | None) -> int | None:
                 return None
             origin = f"{setting.written} {setting.text}"
             s.draft.put(ZERO_STAGE, stage, origin, setting.written)
-            offload = s.word(
-                as_switch,
-                *("fsdp_offload_params", "fsdp_config.offload_params"),
-                *("fsdp_config.cpu_offload", "fsdp_config.fsdp_offload_params"),
-            )
-            if offload is not None:
-                s.draft.put(OFFLOAD, "parameters" if offload[1] else "none", offload[0])
+            _fsdp_offload(s)
             if setting.text.lower().startswith("hybrid"):
                 s.draft.note(
                     "parallelism", "zero_stage: hybrid sharding keeps a copy in each group of ranks"
@@ -230,6 +231,18 @@ def _fsdp_stage(s: ImportSources, typed: Setting | None) -> int | None:
             return stage
     s.draft.ask(ZERO_STAGE, "3 where FSDP reshards after the forward pass, 2 where it does not")
     return None
+
+
+def _fsdp_offload(s: ImportSources) -> None:
+    names = (
+        *("fsdp_offload_params", "fsdp_config.offload_params"),
+        *("fsdp_config.cpu_offload", "fsdp_config.fsdp_offload_params"),
+    )
+    offload = s.word(as_switch, *names)
+    if offload is not None:
+        s.draft.put(OFFLOAD, "parameters" if offload[1] else "none", offload[0])
+    else:
+        s.ask_unread(OFFLOAD, *names)
 
 
 def _offload(s: ImportSources, stage: int | None) -> None:
@@ -260,6 +273,8 @@ def _offload(s: ImportSources, stage: int | None) -> None:
             s.draft.take(typed[0], OFFLOAD)
         if not s.section(path) and s.has(path):
             s.draft.take(path, OFFLOAD)
+    if ZERO_STAGE in s.draft.fill and set(device.values()) == {"none"}:
+        return
     offloaded = "optimizer" if device["offload_optimizer"] != "none" and stage else "none"
     if device["offload_param"] != "none" and stage == 3:
         offloaded = "parameters"
@@ -292,7 +307,7 @@ def precision(s: ImportSources) -> None:
     given = format_spelled(s.get(path))
     if given is not None and given in ("fp32", found):
         s.draft.put(key, given, path)
-    elif found == "bf16":
+    elif found == "bf16" and (s.has_document or s.is_deepspeed):
         s.draft.note(
             "training",
             "gradients: DeepSpeed sums them in bf16 unless told; a recipe's auto is fp32",
@@ -332,6 +347,8 @@ def _precision_without_a_word(s: ImportSources, mixed: Setting | None) -> None:
     no = mixed is not None and mixed.text.lower() in ("no", "fp32")
     if unread:
         s.ask_unread(PRECISION, *unread)
+    elif "distributed_type" in s.unread:
+        s.draft.ask(PRECISION, f"bf16, fp16 or fp32; {s.unread['distributed_type']}")
     elif mixed is not None and not no:
         s.ask_unread(PRECISION, "mixed_precision")
     elif any(f"{name}.enabled" in s.faulty for name in ("bf16", "fp16", "bfloat16")):

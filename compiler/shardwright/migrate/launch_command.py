@@ -196,7 +196,8 @@ def _launch(command: ShellCommand, slurm: dict[str, str]) -> LaunchCommand | Non
             value, *rest = rest
         if name in ("nnodes", "num_nodes", "num_machines", "nproc_per_node"):
             options.pop("nnodes" if name != "nproc_per_node" else name, None)
-        options[name] = value
+        if not (launcher == "python" and name in _PYTHON_SWITCHES):
+            options[name] = value
     named: dict[str, tuple[str, ...]] = {}
     unnamed: list[str] = []
     name = ""

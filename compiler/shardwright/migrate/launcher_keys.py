@@ -42,6 +42,31 @@ _UNUSED_OPTIONS: dict[str, str] = {
     ),
     **dict.fromkeys(("deepspeed_config_file", "config_file"), "the file that was read"),
     "same_network": "launch.launcher says where it runs",
+    "zero3_save_16bit_model": "checkpoints are whole in any layout; `shardwright export`",
+    **dict.fromkeys(
+        (
+            *("fsdp_version", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap"),
+            *("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch"),
+            *("fsdp_use_orig_params", "fsdp_limit_all_gathers", "fsdp_min_num_params"),
+        ),
+        "compile shards by the layout",
+    ),
+    **dict.fromkeys(
+        ("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"),
+        "weights are always loaded a stage at a time",
+    ),
+    "fsdp_state_dict_type": "checkpoints are whole in any layout; `shardwright export`",
+    **dict.fromkeys(
+        (
+            *("parallelism_config_sp_backend", "parallelism_config_sp_seq_length"),
+            *(
+                "parallelism_config_sp_seq_length_is_variable",
+                "parallelism_config_sp_attn_implementation",
+            ),
+            "parallelism_config_cp_comm_strategy",
+        ),
+        "parallelism.context says how many ranks share a sequence",
+    ),
     "accelerate_config": "the file that was read",
     "config": "the file that was read",
     "debug": "PyTorch's own setting; not part of a recipe",
@@ -57,6 +82,7 @@ _UNUSED_OPTIONS: dict[str, str] = {
     "use_fsdp": "parallelism.zero_stage says what is sharded",
 }
 _HOSTFILE = ("hostfile", "deepspeed_hostfile")
+_NO_SUCH_OPTION = "an option of the launcher that a recipe does not have"
 _BY_THE_SHELL = "its value is the shell's: name it in launch.env_from"
 _OWN_VARIABLES = (
     *("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "FORCE_TORCHRUN"),
@@ -184,7 +210,8 @@ def rest(s: ImportSources) -> None:
             s.draft.leave("launch", s.options[name].written, s.options[name].text, why)
     for option in s.options.values():
         if option.written not in s.draft.carried:
-            why = "an option of the launcher that a recipe does not have"
+            is_known = resolved_text(option.text) is not None
+            why = _NO_SUCH_OPTION if is_known else "only the shell knows its value"
             s.draft.leave("launch", option.written, option.text, why)
     for words in s.command.before:
         s.draft.note("launch", f"not carried, words before the launcher: {words[:LONGEST_VALUE]}")

@@ -195,6 +195,12 @@ class ImportSources:
     def integer(self, dotted: str) -> int | None:
         return as_integer(self.get(dotted))
 
+    @property
+    def is_deepspeed(self) -> bool:
+        """Return whether Accelerate's file says that DeepSpeed trains."""
+        kind = self.options.get("distributed_type")
+        return kind is not None and kind.text.upper() == "DEEPSPEED"
+
     def setting(self, name: str) -> Setting | None:
         """Return a setting of the script, else an option of the launcher."""
         return self.settings.get(name) or self.options.get(name)
@@ -216,7 +222,8 @@ class ImportSources:
     def ask_unread(self, key: str, *names: str, dotted: str = "") -> bool:
         """Ask for a key whose value is there and cannot be read; return whether it is so."""
         if dotted in self.faulty:
-            self.draft.ask(key, f"{dotted}: {self.faulty[dotted]}")
+            message = self.faulty[dotted]
+            self.draft.ask(key, message if dotted in message else f"{dotted}: {message}")
             return True
         found = next((s for name in names if (s := self.setting(name)) is not None), None)
         if found is None:

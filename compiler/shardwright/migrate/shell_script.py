@@ -20,7 +20,7 @@ _EXPANSION = re.compile(
     r"|\$\{(?P<braced>\w+)(?:\[[@*]\])?(?P<default>:?-[^{}$`]*)?\}|\$(?P<plain>[A-Za-z_]\w*)"
 )
 _WHOLE_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_DIRECTIVE = re.compile(r"#SBATCH\s+(-\S+)(?:[= \t]+(\S+))?", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(-[^\s=]+)(?:[= \t]+(\S+))?", re.MULTILINE)
 _OPENING = frozenset({"if", "for", "while", "until", "case"})
 _CLOSING = frozenset({"fi", "done", "esac"})
 _KEYWORDS = frozenset({"then", "else", "elif", "do", "!", "{", "}", "function"})
@@ -292,7 +292,8 @@ class _Reader:
         fields, joined = [""], True
         for piece, expands, splits in word.pieces:
             value = _EXPANSION.sub(self._value, piece) if expands else piece
-            if expands and splits and split and value != piece:
+            is_known = "$(" not in value and "`" not in value
+            if expands and splits and split and value != piece and is_known:
                 first, *others = value.split() or [""]
                 fields[-1] += first
                 fields += others

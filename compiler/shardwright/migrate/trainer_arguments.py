@@ -54,6 +54,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _RESUME = "`shardwright run --resume` says whether a run goes on"
 _METRICS = "run/metrics.jsonl has every step"
+_HUB = "`shardwright export` writes the folder; `hf upload` sends it"
 _VALIDATION = "see `validation` in the recipe"
 # Word -> why it is not carried.
 REASONS: dict[str, str] = {
@@ -91,8 +92,12 @@ REASONS: dict[str, str] = {
     "bf16": "the other precision counts",
     "fp16": "the other precision counts",
     "config": "the file that was read",
+    "chat_template": "data.template names a chat template",
+    "fsdp_transformer_layer_cls_to_wrap": "compile shards by the layout",
+    "fsdp_version": "compile shards by the layout",
+    **dict.fromkeys(("hub_token", "hub_model_id", "hub_strategy"), _HUB),
     "group_by_length": "samples come in the order of data.shuffle",
-    "push_to_hub": "`shardwright export` writes the folder; `hf upload` sends it",
+    "push_to_hub": _HUB,
     "save_strategy": "checkpoint.every_steps says how often",
     "save_only_model": "a checkpoint holds all that a resumed run needs",
     "load_best_model_at_end": "every kept checkpoint can be exported",
@@ -230,20 +235,15 @@ def rest(s: ImportSources) -> None:
         if setting.written in s.draft.carried:
             continue
         plain = setting.written.lstrip("-")
-        if setting.written != f"--{plain}" and resolved_text(setting.text) is None:
-            why = "its value is filled in by another program"
-        elif resolved_text(setting.text) is None:
-            why = "only the shell knows its value"
-        else:
-            why = next(
-                (
-                    table[key]
-                    for key in (plain, name, plain.partition(".")[0])
-                    for table in (own, REASONS)
-                    if key in table
-                ),
-                "a setting that a recipe does not have",
-            )
+        why = next(
+            (
+                table[key]
+                for key in (plain, name, plain.partition(".")[0])
+                for table in (own, REASONS)
+                if key in table
+            ),
+            "a setting that a recipe does not have",
+        )
         s.draft.leave("training", setting.written, setting.text, why)
     for value in s.command.rest:
         if value not in s.read_files:
@@ -265,7 +265,9 @@ def _lora(s: ImportSources) -> None:
     rank = s.word(as_count, "lora_r", "lora_rank")
     wanted = s.word(as_switch, "use_peft", "use_lora", "lora", "lora_enable")
     names = ("use_peft", "use_lora", "lora", "lora_enable")
-    if wanted is None and s.ask_unread("lora.rank", *names):
+    kind = next((s.settings[name] for name in names if name in s.settings), None)
+    key = "model.freeze" if kind is not None and kind.text == "freeze" else "lora.rank"
+    if wanted is None and s.ask_unread(key, *names):
         return
     is_on = wanted[1] if wanted is not None else None
     if wanted is not None:
@@ -279,6 +281,8 @@ def _lora(s: ImportSources) -> None:
     if "lora.alpha" not in s.draft.values:
         s.draft.ask("lora.alpha", "the scale of the adapters; its default is the program's own")
     modules = s.settings.get("lora_target_modules")
+    if (every := s.word(as_switch, "lora_target_linear")) is not None and every[1]:
+        s.draft.take(every[0], "lora.target_modules")  # auto: every linear layer
     found = [
         name
         for word in (modules.values if modules is not None else ())

@@ -170,9 +170,13 @@ def _accumulation(s: ImportSources) -> tuple[int | None, str]:
     typed = s.word(as_count, *names)
     if steps is None and typed is not None:
         steps = typed[1]
-    present = next((found for name in names if (found := s.setting(name)) is not None), None)
-    for source in (*s.there(ACCUMULATION_STEPS_KEY), *((present.written,) if present else ())):
+    settings = [table[n] for table in (s.settings, s.options) for n in names if n in table]
+    for source in (*s.there(ACCUMULATION_STEPS_KEY), *(found.written for found in settings)):
         s.draft.take(source, BATCH)
+    read = {count for found in settings if (count := found.read(as_count)) is not None}
+    if s.integer(ACCUMULATION_STEPS_KEY) is None and len(read) > 1:
+        return None, " and ".join(found.told() for found in settings)
+    present = settings[0] if settings else None
     if steps is not None:
         return steps, ""
     if present is not None:
@@ -350,11 +354,11 @@ def optimizer(s: ImportSources) -> None:
     _betas(s)
     for name, (word, default) in _NUMBERS.items():
         key, path = f"{SECTION}.{name}", f"optimizer.params.{name}"
-        if s.has_document or s.program is None:
+        if s.has_document:
             s.settle(key, as_number, word, dotted=path, otherwise=default, origin=DEEPSPEED_DEFAULT)
         elif s.settle(key, as_number, word, dotted=path) is None:
             s.draft.ask(key, f"AdamW's {name}; no file and no word of the command says it")
-    if s.draft.values[f"{SECTION}.weight_decay"] and not s.is_trainer:
+    if s.has_document and not s.is_trainer and s.draft.values[f"{SECTION}.weight_decay"]:
         s.draft.note(
             SECTION,
             (
@@ -405,7 +409,7 @@ def _betas(s: ImportSources) -> None:
         elif known is not None and s.program is not None:
             values.append(known)
             origins.append(f"{s.program.defaults_of}'s default")
-        elif s.has_document or s.program is None:
+        elif s.has_document:
             values.append(BETAS[at])
             origins.append(DEEPSPEED_DEFAULT)
     if len(values) < 2:
@@ -423,7 +427,7 @@ def _betas(s: ImportSources) -> None:
 def clipping(s: ImportSources) -> None:
     key, name = "training.gradient_clipping", "gradient_clipping"
     words = ("max_grad_norm", "megatron_lm_gradient_clipping", name)
-    if s.has_document or s.program is None or s.option("distributed_type") is not None:
+    if s.has_document or s.is_deepspeed:
         origin = "DeepSpeed's and the Trainer's default"
         s.settle(key, as_number, *words, dotted=name, otherwise=1.0, origin=origin)
     elif s.settle(key, as_number, *words, dotted=name) is None:
@@ -493,10 +497,13 @@ def _warmup(s: ImportSources, kind: str | None) -> None:
     steps = s.word(as_number, *_WARMUP_STEPS)
     ratio = s.word(as_number, *_WARMUP_RATIOS)
     part = steps if steps is not None and steps[1] > 0 else ratio
+    decay = s.word(as_count, "lr_decay_iters")
     if given is not None:
         s.draft.put(key, given, path)
     elif steps is not None and steps[1] >= 1:
         s.draft.put(key, int(steps[1]), steps[0], steps[0], *sources)
+    elif part is not None and part[0] == "--lr_warmup_fraction" and decay is not None:
+        s.draft.put(key, round(part[1] * decay[1]), f"{part[0]} of {decay[0]}", part[0])
     elif part is not None and 0 <= part[1] < 1:
         s.draft.put(f"{SCHEDULE}.warmup_ratio", part[1], part[0], part[0], *sources)
     elif (steps is None and s.ask_unread(key, *_WARMUP_STEPS, dotted=path)) or (
@@ -505,13 +512,22 @@ def _warmup(s: ImportSources, kind: str | None) -> None:
         pass
     elif kind in _DEEPSPEED_SCHEDULES and not sources:
         s.draft.put(key, 1000, DEEPSPEED_DEFAULT)
-    elif kind is None and s.program is not None and "warmup_steps" in s.program.unknown_defaults:
-        s.draft.ask(key, s.program.unknown_defaults["warmup_steps"])
+    elif kind is None and (reason := _unknown_warmup(s)):
+        s.draft.ask(key, reason)
     else:
         s.draft.put(key, 0, "", *sources)
     for found in (steps, ratio):
         if found is not None and found[0] not in s.draft.carried:
             s.draft.leave(SCHEDULE, found[0], found[1], "the other one counts")
+
+
+def _unknown_warmup(s: ImportSources) -> str:
+    """Return why the warm-up is not known where nothing says it."""
+    if s.program is not None and "warmup_steps" in s.program.unknown_defaults:
+        return s.program.unknown_defaults["warmup_steps"]
+    if s.has_document or (s.program is not None and "warmup_steps" in s.program.defaults):
+        return ""
+    return "updates with a rising learning rate; no file and no word of the command says it"
 
 
 def _convert_deepspeed_schedule(s: ImportSources, kind: str) -> None:
@@ -566,14 +582,19 @@ def _convert_trainer_schedule(s: ImportSources) -> None:
     if typed is not None and (curve := _TRAINER_SCHEDULES.get(typed[1].lower())) is not None:
         s.draft.put(key, curve, typed[0])
         _lowest_rate(s, curve)
+        low = (f"{SCHEDULE}.min_lr", f"{SCHEDULE}.min_lr_ratio")
+        if typed[1] == "cosine_with_min_lr" and not any(k in s.draft.values for k in low):
+            s.draft.ask(low[1], f"the lowest rate of {typed[1]}, as a share of lr")
     elif s.ask_unread(key, *_CURVES):
         s.draft.fill[key] = f"{what}; {s.draft.fill[key]}"
+    elif "deepspeed" in s.unread:
+        s.draft.ask(key, f"{what}; {s.unread['deepspeed']}")
     elif default is not None and program is not None:
         s.draft.put(key, default, f"{program.defaults_of}'s default")
         _lowest_rate(s, default)
     elif program is not None and "lr_scheduler_type" in program.unknown_defaults:
         s.draft.ask(key, program.unknown_defaults["lr_scheduler_type"])
-    elif program is not None and not s.has_document:
+    elif not s.has_document:
         s.draft.ask(key, f"{what}; no file and no word of the command says it")
     elif s.is_trainer:
         s.draft.put(key, "linear", "the Trainer's default")

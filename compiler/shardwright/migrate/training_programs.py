@@ -97,27 +97,54 @@ def _by_version(program: str, **values: str) -> dict[str, str]:
     return {name: f"{what}; {_DEFAULT_OF_VERSION.format(program)}" for name, what in values.items()}
 
 
+_MEGATRON_ALIASES: dict[str, tuple[str, ValueMap | None]] = {
+    "train_iters": ("max_steps", None),
+    "lr": ("learning_rate", None),
+    "clip_grad": ("max_grad_norm", None),
+    "adam_eps": ("adam_epsilon", None),
+    "lr_decay_style": ("lr_scheduler_type", None),
+    "lr_warmup_iters": ("warmup_steps", None),
+    "micro_batch_size": ("per_device_train_batch_size", None),
+    "save_interval": ("save_steps", None),
+    "tokenizer_model": ("tokenizer_name", None),
+    "tensor_model_parallel_size": ("tensor_parallel_size", None),
+    "pipeline_model_parallel_size": ("pipeline_parallel_size", None),
+    "expert_model_parallel_size": ("expert_parallel_size", None),
+}
+_MEGATRON_REASONS: dict[str, str] = {
+    **_because(
+        "the model's configuration has it",
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
+        "group_query_attention kv_channels max_position_embeddings swiglu "
+        "normalization norm_epsilon position_embedding_type rotary_base "
+        "rotary_percent use_rotary_position_embeddings "
+        "untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias "
+        "qk_layernorm make_vocab_size_divisible_by vocab_size padded_vocab_size "
+        "num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq "
+        "attention_dropout hidden_dropout multi_latent_attention",
+    ),
+    **_because(
+        "compile writes it by the layout",
+        "use_distributed_optimizer overlap_grad_reduce overlap_param_gather",
+    ),
+    **_because("see `validation` in the recipe", "eval_interval eval_iters"),
+    **_because("run/metrics.jsonl has every step", "log_interval log_throughput timing_log_level"),
+    **_because("a run lies in the folder that compile writes", "save load"),
+    "tokenizer_type": "data.tokenizer names the tokenizer",
+    "mock_data": "write data.kind: synthetic by hand",
+    "attention_backend": "model.attention names the attention",
+    "split": "see `validation` in the recipe",
+    "init_method_std": "the model's configuration has it: initializer_range",
+}
 PROGRAMS = (
     TrainingProgram(
         name="Megatron-LM",
         scripts=(r"pretrain_(gpt|mamba|bert|t5|vlm|llama|qwen)\w*\.py", r"pretrain\w*_megatron\w*"),
         typed_keys=_keys("tensor_model_parallel_size micro_batch_size", "train_iters seq_length"),
-        aliases={
-            "train_iters": ("max_steps", None),
-            "lr": ("learning_rate", None),
-            "clip_grad": ("max_grad_norm", None),
-            "adam_eps": ("adam_epsilon", None),
-            "lr_decay_style": ("lr_scheduler_type", None),
-            "lr_warmup_iters": ("warmup_steps", None),
-            "micro_batch_size": ("per_device_train_batch_size", None),
-            "save_interval": ("save_steps", None),
-            "tokenizer_model": ("tokenizer_name", None),
-            "tensor_model_parallel_size": ("tensor_parallel_size", None),
-            "pipeline_model_parallel_size": ("pipeline_parallel_size", None),
-            "expert_model_parallel_size": ("expert_parallel_size", None),
-        },
+        aliases=_MEGATRON_ALIASES,
         defaults={
             "weight_decay": 0.01,
+            "gradient_accumulation_steps": 1,
             "adam_beta1": 0.9,
             "adam_beta2": 0.999,
             "adam_epsilon": 1e-8,
@@ -130,30 +157,7 @@ PROGRAMS = (
         },
         defaults_of="Megatron-LM",
         target="megatron",
-        reasons={
-            **_because(
-                "the model's configuration has it",
-                "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
-                "group_query_attention kv_channels max_position_embeddings swiglu "
-                "normalization norm_epsilon position_embedding_type rotary_base "
-                "rotary_percent use_rotary_position_embeddings "
-                "untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias "
-                "qk_layernorm make_vocab_size_divisible_by vocab_size padded_vocab_size "
-                "num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq "
-                "attention_dropout hidden_dropout multi_latent_attention",
-            ),
-            **_because(
-                "compile writes it by the layout",
-                "use_distributed_optimizer overlap_grad_reduce overlap_param_gather",
-            ),
-            **_because("see `validation` in the recipe", "eval_interval eval_iters"),
-            **_because(
-                "run/metrics.jsonl has every step", "log_interval log_throughput timing_log_level"
-            ),
-            **_because("a run lies in the folder that compile writes", "save load"),
-            "split": "see `validation` in the recipe",
-            "init_method_std": "the model's configuration has it: initializer_range",
-        },
+        reasons=_MEGATRON_REASONS,
     ),
     TrainingProgram(
         name="LLaMA-Factory",
@@ -246,8 +250,36 @@ PROGRAMS = (
         },
     ),
     TrainingProgram(
+        name="Megatron-SWIFT",
+        scripts=(r"^megatron \w+",),
+        aliases={
+            **_MEGATRON_ALIASES,
+            **dict.fromkeys(
+                ("train_type", "tuner_type"), ("use_peft", {"lora": "true", "full": "false"})
+            ),
+            "max_epochs": ("num_train_epochs", None),
+            "split_dataset_ratio": ("validation_fraction", None),
+        },
+        unknown_defaults=_by_version(
+            "ms-swift",
+            learning_rate="the learning rate",
+            lr_scheduler_type="constant, linear, cosine or wsd",
+            gradient_checkpointing="none, selective or full",
+            bf16="bf16, fp16 or fp32",
+            adam_beta1="two numbers",
+            adam_beta2="two numbers",
+            weight_decay="the weight decay",
+            warmup_steps="updates with a rising learning rate",
+        ),
+        defaults={"adam_epsilon": 1e-8, "max_grad_norm": 1.0},
+        defaults_of="Megatron-LM",
+        untrainable={"rlhf_type": _PREFERENCES | {"cpo", "gkd"}},
+        target="megatron",
+        reasons=_MEGATRON_REASONS,
+    ),
+    TrainingProgram(
         name="ms-swift",
-        scripts=(r"swift \w+", r"megatron \w+", r"swift/cli/(sft|pt|rlhf)\.py"),
+        scripts=(r"^swift \w+", r"swift/cli/(sft|pt|rlhf)\.py"),
         keys=_keys("train_type model", "tuner_type", "sft_type", "attn_impl model"),
         aliases={
             "attn_impl": ("attn_implementation", _ATTENTION),
@@ -349,6 +381,15 @@ PROGRAMS = (
             ),
         },
         untrainable={"loss_type": frozenset({"sigmoid", "hinge", "ipo", "apo_zero"})},
+    ),
+    TrainingProgram(
+        name="transformers' examples without the Trainer",
+        scripts=(r"run_\w+_no_trainer\.py",),
+        defaults={
+            **{k: v for k, v in _TRAINER_DEFAULTS.items() if k != "seed"},
+            "max_grad_norm": 0.0,
+        },
+        defaults_of="the script",
     ),
     TrainingProgram(
         name="the Trainer",

@@ -1,0 +1,99 @@
+"""Files and commands of each kind, as their projects document them, and the recipe of each.
+
+expected_imports.json has a row an input: every value of its recipe, every FILL_IN with its reason,
+and every setting that is left out; or the code and the message of its refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli.main import main
+from shardwright.diagnostics import Refusal
+from shardwright.migrate.config_import import ImportedRecipe, convert_config
+from shardwright.migrate.file_kinds import KINDS, read_settings_file
+from shardwright.migrate.run_files import settings_of
+from shardwright.recipe.recipe_schema import FILL_IN
+from tests.migrate.test_import import text_of, to_fill_in
+
+INPUTS = Path(__file__).parent / "inputs"
+ROWS: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "expected_imports.json").read_text("utf-8")
+)
+# What `check` says of the filled-in layout beside FILL_INs: batches that the world does not divide.
+LAYOUT_CODES = ("SW1203", "SW1204")
+
+
+def _id(row: dict[str, Any]) -> str:
+    return str(row.get("file") or row["launch"][:60])
+
+
+def imported_row(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> ImportedRecipe:
+    monkeypatch.chdir(INPUTS)
+    return convert_config(row.get("file"), row.get("launch"), None, str(INPUTS))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_id)
+def test_the_recipe_is_the_tables(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "refused" in row:
+        with pytest.raises(Refusal) as refusal:
+            imported_row(row, monkeypatch)
+        first = refusal.value.diagnostics[0]
+        assert (first.code, first.message) == (row["refused"], row["message"])
+        assert first.help
+        return
+    draft = imported_row(row, monkeypatch).draft
+    values = {key: value for key, value in draft.values.items() if value != FILL_IN}
+    assert values == row["values"]
+    assert draft.fill == row["fill"]
+    assert sorted(draft.left) == row["left"]
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if "refused" not in r], ids=_id)
+def test_the_recipe_reads(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe passes its schema apart from FILL_INs, and names all that it left out."""
+    found = imported_row(row, monkeypatch)
+    text = text_of(found)
+    assert to_fill_in(text, *LAYOUT_CODES) == found.draft.fill.keys()
+    comments = " ".join(line.partition("#")[2].strip() for line in text.splitlines() if "#" in line)
+    for key in found.draft.left:
+        assert key in comments, f"{key} has no comment"
+    assert not found.draft.carried.keys() & found.draft.left.keys()
+    assert "hf_secret" not in text and "hf_abc" not in text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [r for r in ROWS if str(r.get("file")).endswith((".yaml", ".yml")) and "refused" not in r],
+    ids=_id,
+)
+def test_every_key_of_a_settings_file_is_carried_or_named(
+    row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = imported_row(row, monkeypatch).draft
+    known = draft.carried.keys() | draft.left.keys()
+    for name, _ in settings_of(read_settings_file(row["file"], "file").tree, ()):
+        assert {name, name.partition(".")[2]} & known, name
+
+
+def test_the_table_has_each_kind() -> None:
+    assert len(ROWS) >= 60
+    read = {kind.name for kind in KINDS if kind.read is not None}
+    assert {"Accelerate", "LLaMA-Factory", "Axolotl", "ms-swift", "TRL", "DeepSpeed"} <= read
+    files = {str(row.get("file") or "").partition("/")[0] for row in ROWS}
+    assert files >= {p.name for p in INPUTS.iterdir()}
+
+
+def test_what_is_left_out_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(INPUTS)
+    assert main(["import", "axolotl/fft_8b.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert "not carried: " in printed.err
+    assert "gradient_checkpointing_kwargs.use_reentrant" in printed.err
+    assert printed.out.startswith("# Made by `shardwright import` of axolotl/fft_8b.yaml.")
