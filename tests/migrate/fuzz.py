@@ -22,6 +22,10 @@ PIECES = (
     *("'", '"', "\\", "\n", "--", "=", "--learning_rate", "\u2028", "é"),
     *("\x1b[31m", "#", ": ", "NaN", "1e999", "-1", "{}"),
 )
+SYNTAX = (
+    *("$(", "${", "`", "((", "<<EOF", "$X", "{{ a }}", ")", "\\\n", "[1,2]", "{a: b}", "null"),
+    *("!!tag", "&a", "*a", "<<: ", "1e400", "9" * 20, "~", "\x00", "\t"),
+)
 # A recipe's text that does not read: import never writes one.
 READING = (
     "SW1001",
@@ -53,10 +57,12 @@ def deep(rng: random.Random) -> str:
     )
 
 
-def try_import(text: str, launch: str | None, folder: Path) -> list[str]:
+def try_import(
+    text: str, launch: str | None, folder: Path, name: str = "ds_config.json"
+) -> list[str]:
     """Keys that are dropped in silence; an AssertionError where the recipe does not read as it was
     meant."""
-    file = folder / "ds_config.json"
+    file = folder / name
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
         found = convert_config(str(file), launch, None, str(folder))
@@ -76,7 +82,16 @@ def try_import(text: str, launch: str | None, folder: Path) -> list[str]:
         load_recipe(Path("-"), (), stdin_text=recipe)
     except Refusal as refusal:
         assert render_diagnostics(refusal.diagnostics, refusal.source, color=False)
-    return unaccounted(found)
+    return unaccounted(found) if found.document is not None else []
+
+
+def changed_text(rng: random.Random, text: str) -> str:
+    """Put pieces that mean something to a shell, YAML or jinja into a text."""
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(text) + 1)
+        end = min(len(text), at + rng.choice((0, 1, 3, 20)))
+        text = text[:at] + rng.choice((*PIECES, *SYNTAX)) + text[end:]
+    return text
 
 
 def commands(rng: random.Random) -> Iterator[str | None]:

@@ -7,6 +7,7 @@ and every setting that is left out; or the code and the message of its refusal.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from shardwright.diagnostics import Refusal
 from shardwright.migrate.config_import import ImportedRecipe, convert_config
 from shardwright.migrate.file_kinds import KINDS, read_settings_file
 from shardwright.migrate.run_files import settings_of
+from shardwright.migrate.shell_script import read_shell_commands
 from shardwright.recipe.recipe_schema import FILL_IN
+from tests.migrate.fuzz import changed_text, try_import
 from tests.migrate.test_import import text_of, to_fill_in
 
 INPUTS = Path(__file__).parent / "inputs"
@@ -86,6 +89,41 @@ def test_the_table_has_each_kind() -> None:
     assert {"Accelerate", "LLaMA-Factory", "Axolotl", "ms-swift", "TRL", "DeepSpeed"} <= read
     files = {str(row.get("file") or "").partition("/")[0] for row in ROWS}
     assert files >= {p.name for p in INPUTS.iterdir()}
+
+
+CHANGED = sorted(
+    path
+    for path in INPUTS.rglob("*.*")
+    if path.suffix in (".yaml", ".yml", ".sh", ".json") and "checkpoints" not in path.parts
+)
+
+
+@pytest.mark.parametrize("path", CHANGED, ids=lambda path: str(path.relative_to(INPUTS)))
+def test_a_changed_file_is_a_recipe_or_a_refusal(path: Path, tmp_path: Path) -> None:
+    rng = random.Random(path.name)
+    for _ in range(5):
+        assert try_import(changed_text(rng, path.read_text()), None, tmp_path, path.name) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("A=1 b $A", [("b", "$A")]),
+        ("A=1; b $A ${A}x '$A'", [("b", "1", "1x", "$A")]),
+        ("A=(x 'y z')\nA+=(w)\nb \"${A[@]}\" ${A[*]}", [("b", "x", "y z", "w", "x", "y z", "w")]),
+        ('A="--x 1 --y"; b $A "$A"', [("b", "--x", "1", "--y", "--x 1 --y")]),
+        ("N=2; G=8; b $((N * $G)) $(($N+$M))", [("b", "16", "$(($N+$M))")]),
+        ("b ${A:-4} ${A} $1 $(c d)", [("b", "${A:-4}", "${A}", "$1", "$(c d)")]),
+        ("A=1\nif [ -z $B ]; then A=2; fi\nb $A", [("b", "$A")]),
+        ("[ $B ] && A=2; b $A", [("b", "$A")]),
+        ("for A in 1 2; do b $A; done", [("b", "$A")]),
+        ("b > f 2>&1 x < g | tee h &", [("b", "x"), ("tee", "h")]),
+        ("b a\\\n  c # d\n\ncat <<E\nb no\nE\n b e", [("b", "a", "c"), ("cat",), ("b", "e")]),
+        ('export A=1\nunset X\nb "\\$A"', [("unset", "X"), ("b", "$A")]),
+    ],
+)
+def test_the_words_of_a_script(script: str, words: list[tuple[str, ...]]) -> None:
+    assert [command.words for command in read_shell_commands(script)] == words
 
 
 def test_what_is_left_out_is_printed(

@@ -142,7 +142,14 @@ def _add_command(run: RunFiles, command: LaunchCommand) -> None:
     """Add the words of the command, and the files that they name."""
     for name, value in command.options.items():
         run.options[name] = Setting(written=f"--{name}", values=(value,) if value else ())
-    named = run.options.get("config_file") or run.options.get("accelerate_config")
+    named = run.options.get("config_file")
+    packaged = command.words.get("accelerate_config", ())  # TRL's own, or a file
+    if packaged:
+        written = Setting(written="--accelerate_config", values=packaged)
+        if not packaged[0].endswith(_SETTINGS_FILES):
+            _add_packaged_config(run, written)
+        else:
+            named = written
     if named is not None and (config := _named_file(run, named, "distributed_type")) is not None:
         add_accelerate_config(read_settings_file(config, f"{named.written} {named.text}"), run)
     program = program_of_script(command.script) if command.script else None
@@ -168,6 +175,15 @@ def _add_command(run: RunFiles, command: LaunchCommand) -> None:
     run.program = program or run.program
     run.settings |= words
     run.settings = canonical_settings(run.settings, run.program)
+
+
+def _add_packaged_config(run: RunFiles, named: Setting) -> None:
+    """Add what the name of one of TRL's configurations says: zero1, zero2, zero3."""
+    if named.text in _SHORTHANDS:
+        stage = str(_SHORTHANDS[named.text][0])
+        run.options["zero_stage"] = replace(named, values=(stage,), told_as=named.text)
+    else:
+        run.unread["distributed_type"] = named.told()
 
 
 def canonical_settings(

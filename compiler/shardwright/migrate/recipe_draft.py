@@ -327,7 +327,7 @@ def as_switch(value: JsonValue) -> bool | None:
 
 
 def as_text(value: JsonValue) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value if isinstance(value, str) and value and value.isprintable() else None
 
 
 def _plain(value: object) -> JsonValue:

@@ -64,8 +64,10 @@ def read_shell_commands(text: str) -> list[ShellCommand]:
     """Return the commands in the order of the text. Raises ValueError where no shell reads it."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it has more than {MOST_CHARACTERS} characters")
-    reader = _Reader()
-    found = [*reader.commands(_Tokens(text).read())]
+    try:
+        found = [*_Reader().commands(_Tokens(text).read())]
+    except RecursionError:
+        raise ValueError("its parentheses are nested too deeply") from None
     if sum(len(command.words) for command in found) > MOST_WORDS:
         raise ValueError(f"it has more than {MOST_WORDS} words")
     return found
@@ -149,7 +151,7 @@ class _Tokens:
             self._expression()
             word.pieces.append((text[start : self.at], True, True))
         else:
-            match = re.compile(r"[^\s;&|()<>\\'\"$`]+").match(text, start)
+            match = re.compile(r"[^ \t\n;&|()<>\\'\"$`]+").match(text, start)
             assert match is not None
             self.at = match.end()
             word.pieces.append((match[0], False, False))

@@ -92,6 +92,7 @@ REASONS: dict[str, str] = {
     "bf16": "the other precision counts",
     "fp16": "the other precision counts",
     "config": "the file that was read",
+    "accelerate_config": "parallelism.zero_stage says what is sharded",
     "chat_template": "data.template names a chat template",
     "fsdp_transformer_layer_cls_to_wrap": "compile shards by the layout",
     "fsdp_version": "compile shards by the layout",
