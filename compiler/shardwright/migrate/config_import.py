@@ -173,8 +173,17 @@ def _add_command(run: RunFiles, command: LaunchCommand) -> None:
     if program is None and run.program is None and (command.script or command.launcher):
         program = program_of_words(frozenset(words))
     run.program = program or run.program
+    if command.hidden and run.program is not None:
+        run.program = _without_known_defaults(run.program, " ".join(command.hidden))
     run.settings |= words
     run.settings = canonical_settings(run.settings, run.program)
+
+
+def _without_known_defaults(program: TrainingProgram, hidden: str) -> TrainingProgram:
+    """Return the program where words that only the shell knows may say any setting."""
+    names = program.defaults.keys() | program.unknown_defaults.keys()
+    reason = f"the command has {hidden}, and only the shell knows these words"
+    return replace(program, defaults={}, unknown_defaults=dict.fromkeys(sorted(names), reason))
 
 
 def _add_packaged_config(run: RunFiles, named: Setting) -> None:
@@ -280,7 +289,7 @@ def _refuse_other_trainings(s: ImportSources) -> None:
         what = s.command.script
     for name, values in (s.program.untrainable if s.program is not None else {}).items():
         setting = s.settings.get(name)
-        if setting is not None and setting.text.lower() in values:
+        if setting is not None and ({setting.text.lower(), "*"} & values):
             what = f"{setting.written}: {setting.text}"
     if what:
         cause = f"a recipe trains next tokens, and this run is another training: {what}"

@@ -101,6 +101,8 @@ REASONS: dict[str, str] = {
 
 
 def zero(s: ImportSources) -> None:
+    if s.is_deepspeed:
+        s.draft.take(s.options["distributed_type"].written, ZERO_STAGE)
     if s.draft.values.get("target") == "megatron":
         _distributed_optimizer(s)
         return
@@ -151,6 +153,8 @@ def _distributed_optimizer(s: ImportSources) -> None:
     shards = s.word(as_switch, *names)
     if shards is not None:
         s.draft.put(ZERO_STAGE, int(shards[1]), shards[0])
+    elif s.hidden:
+        s.draft.ask(ZERO_STAGE, f"1 with a distributed optimizer, else 0; {s.hidden}")
     elif not s.ask_unread(ZERO_STAGE, *names):
         s.draft.put(ZERO_STAGE, 0, "no distributed optimizer")
 
@@ -169,8 +173,10 @@ def _stage_without_a_ds_config(s: ImportSources) -> int | None:
     name = "" if kind is None else kind[1].upper()
     typed = s.setting("fsdp")
     if name == "FSDP" or typed is not None or s.setting("fsdp_version") is not None:
-        if kind is not None:
-            s.draft.take(kind[0], ZERO_STAGE)
+        version = s.setting("fsdp_version")
+        for source in (kind[0] if kind is not None else "", version.written if version else ""):
+            if source:
+                s.draft.take(source, ZERO_STAGE)
         return _fsdp_stage(s, typed)
     if "distributed_type" in s.unread:
         s.draft.ask(ZERO_STAGE, f"the ZeRO stage; {s.unread['distributed_type']}")
@@ -179,6 +185,9 @@ def _stage_without_a_ds_config(s: ImportSources) -> int | None:
         return None
     if "world_size" in s.checkpoint:
         s.draft.ask(ZERO_STAGE, "1 or 2; the names of DeepSpeed's files do not tell them apart")
+        return None
+    if s.hidden:
+        s.draft.ask(ZERO_STAGE, f"the ZeRO stage, 0 to 3; {s.hidden}")
         return None
     if name == "DEEPSPEED":
         s.draft.ask(ZERO_STAGE, "the ZeRO stage; Accelerate's file does not say it")
@@ -202,6 +211,11 @@ def _fsdp_stage(s: ImportSources, typed: Setting | None) -> int | None:
     if typed is not None:
         words = typed.text.lower().split()
         stage = next((_FSDP_STAGES[word] for word in words if word in _FSDP_STAGES), None)
+        if words == ["fsdp2"]:
+            what = "3 where FSDP reshards after the forward pass, 2 where it does not"
+            s.draft.ask(ZERO_STAGE, f"{what}; {typed.told()}")
+            s.draft.take(typed.written, ZERO_STAGE)
+            return None
         if stage is not None:
             s.draft.put(ZERO_STAGE, stage, f"{typed.written} {typed.text}", typed.written)
             if "offload" in words:

@@ -16,6 +16,9 @@ from shardwright.migrate.shell_script import ShellCommand, read_shell_commands, 
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
+_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
+_BARE_VARIABLE = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\}")
+
 # Options of the launchers that take no value; every other one takes the word behind it.
 _VALUELESS_OPTIONS = frozenset(
     {
@@ -110,8 +113,9 @@ _SLURM_GPUS = ("gpus-per-node", "ntasks-per-node", "gres")
 class LaunchCommand:
     """launcher: deepspeed | accelerate | torchrun | python, or one of OWN_SCRIPTS. options: of the
     launcher, "" for a switch. words: of the script, each with its values; a word is written with
-    underscores. rest: words of the script without a name. before: words before the launcher that
-    say nothing here. others: further training commands of the same text."""
+    underscores. rest: words of the script without a name. hidden: variables that may stand for
+    any words. before: words before the launcher that say nothing here. others: further training
+    commands of the same text."""
 
     launcher: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -119,6 +123,7 @@ class LaunchCommand:
     script: str = ""
     words: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
@@ -139,10 +144,11 @@ def read_command(text: str, owner: str = "--launch") -> LaunchCommand:
     if not launches:
         if not commands:
             raise _refused(f"{owner} has no command" if text.strip() else f"{owner} is empty")
-        raise _refused(
-            f"{owner} begins with {' '.join(commands[0].words[:2])!r}, and none of its commands is "
-            f"one of {_NAMES_OF_LAUNCHERS}"
+        begins = f"begins with {' '.join(commands[0].words[:2])!r}"
+        what = (
+            f"{begins}, which is" if len(commands) == 1 else "starts no training: its commands are"
         )
+        raise _refused(f"{owner} {what} none of {_NAMES_OF_LAUNCHERS}")
     launches.sort(key=lambda found: (found.launcher == "python", not found.words))
     first, *others = launches
     return replace(first, others=tuple(f"{o.launcher} {o.script}".strip() for o in others))
@@ -185,6 +191,10 @@ def _launch(command: ShellCommand, slurm: dict[str, str]) -> LaunchCommand | Non
     }
     if launcher in OWN_SCRIPTS:
         rest = [" ".join(start), *rest]
+        if "--" in rest:  # `axolotl train x.yaml -- --nproc_per_node 8`: the launcher's options
+            _, own = _without_options(rest[rest.index("--") + 1 :], _EVERY_OPTION)
+            options |= {name.lstrip("-").replace("-", "_"): value for name, value in own.items()}
+            rest = rest[: rest.index("--")]
     while rest and rest[0].startswith("-") and rest[0] != "-":
         name, equals, value = rest[0].lstrip("-").partition("=")
         rest = rest[1:]
@@ -201,8 +211,13 @@ def _launch(command: ShellCommand, slurm: dict[str, str]) -> LaunchCommand | Non
     named: dict[str, tuple[str, ...]] = {}
     unnamed: list[str] = []
     name = ""
+    hidden: list[str] = []
     for word in rest[1:]:
-        if word.startswith("--") and len(word) > 2:
+        is_unnamed = not name or bool(named[name])
+        if _ARRAY.fullmatch(word) or (is_unnamed and _BARE_VARIABLE.fullmatch(word)):
+            hidden.append(word)
+            name = ""
+        elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             named[name] = (value,) if equals else ()
@@ -220,8 +235,13 @@ def _launch(command: ShellCommand, slurm: dict[str, str]) -> LaunchCommand | Non
         script=rest[0] if rest else "",
         words=named,
         rest=tuple(unnamed),
+        hidden=tuple(hidden),
         before=tuple(before),
     )
+
+
+_EVERY_OPTION: frozenset[str] = frozenset({""})
+"""Stands for options that take the next word where it is none."""
 
 
 def _without_options(words: list[str], valued: frozenset[str]) -> tuple[list[str], dict[str, str]]:
@@ -231,7 +251,9 @@ def _without_options(words: list[str], valued: frozenset[str]) -> tuple[list[str
         written, equals, value = words[0].partition("=")
         name = written.lstrip("-")
         words = words[1:]
-        if not equals and name in valued and words:
+        is_followed = bool(words) and not words[0].startswith("-")
+        takes_word = name in valued or (valued is _EVERY_OPTION and is_followed)
+        if not equals and takes_word and words:
             value, *words = words
         own[written] = value
         if written == "--":

@@ -143,7 +143,7 @@ class Setting:
 
 def resolved_text(text: str) -> str | None:
     """Return a text with the defaults of ${NAME:-default}; None where an expression is left."""
-    found = _DEFAULTED.sub(r"\1", text)
+    found = _DEFAULTED.sub(lambda match: match[1].strip("\"'"), text)
     return None if _EXPRESSION.search(found) else found
 
 
@@ -200,6 +200,12 @@ class ImportSources:
         """Return whether Accelerate's file says that DeepSpeed trains."""
         kind = self.options.get("distributed_type")
         return kind is not None and kind.text.upper() == "DEEPSPEED"
+
+    @property
+    def hidden(self) -> str:
+        """Return why a setting that is not there may be there; empty where all words are known."""
+        words = " ".join(self.command.hidden)
+        return f"the command has {words}, and only the shell knows these words" if words else ""
 
     def setting(self, name: str) -> Setting | None:
         """Return a setting of the script, else an option of the launcher."""

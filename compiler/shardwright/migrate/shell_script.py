@@ -19,6 +19,7 @@ _EXPANSION = re.compile(
     r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
     r"|\$\{(?P<braced>\w+)(?:\[[@*]\])?(?P<default>:?-[^{}$`]*)?\}|\$(?P<plain>[A-Za-z_]\w*)"
 )
+_EXPR = re.compile(r"\$\(expr ([^()]*)\)|`expr ([^`()]*)`")
 _WHOLE_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(-[^\s=]+)(?:[= \t]+(\S+))?", re.MULTILINE)
 _OPENING = frozenset({"if", "for", "while", "until", "case"})
@@ -294,6 +295,9 @@ class _Reader:
         fields, joined = [""], True
         for piece, expands, splits in word.pieces:
             value = _EXPANSION.sub(self._value, piece) if expands else piece
+            if expands and (sum_ := _EXPR.fullmatch(value)) is not None:
+                total = _whole_number((sum_[1] or sum_[2]).replace("\\", ""))
+                value = value if total is None else str(total)
             is_known = "$(" not in value and "`" not in value
             if expands and splits and split and value != piece and is_known:
                 first, *others = value.split() or [""]

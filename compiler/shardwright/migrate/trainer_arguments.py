@@ -30,6 +30,7 @@ _DATA_ARGUMENTS = (
         "dataset_mixer",
         "dataset_mixture",
         "dataset_train_split",
+        "pretraining_dataset",
         "dataset_path",
         "dataset_dir",
         "dataset_config_name",
@@ -126,7 +127,9 @@ def model(s: ImportSources, named: str | None) -> None:
         said = f"; its shape: {', '.join(shape)}" if shape else ""
         s.draft.ask("model.source", f"the model: a hub id such as Qwen/Qwen3-8B, or ./folder{said}")
     from_scratch = s.draft.values.get("target") == "megatron" and typed is None
-    if from_scratch and "load" not in s.settings:
+    if from_scratch and s.hidden:
+        s.draft.ask("model.weights", f"pretrained or random; {s.hidden}")
+    elif from_scratch and "load" not in s.settings:
         s.draft.put("model.weights", "random", "no --load: it trains from scratch")
     elif from_scratch:
         s.draft.ask("model.weights", "pretrained or random; the run goes on from its own --load")
@@ -190,6 +193,9 @@ def _megatron_data(s: ImportSources) -> bool:
 
 def optional(s: ImportSources) -> None:
     """Convert the keys that a recipe may leave out."""
+    if (part := s.settings.get("unfrozen_parameters")) is not None:
+        s.draft.ask("model.freeze", part.told())
+        s.draft.take(part.written, "model.freeze")
     _seed(s)
     _lora(s)
     s.settle("checkpoint.every_steps", as_count, "save_steps", "checkpointing_steps")
@@ -246,6 +252,8 @@ def rest(s: ImportSources) -> None:
             "a setting that a recipe does not have",
         )
         s.draft.leave("training", setting.written, setting.text, why)
+    for word in s.command.hidden:
+        s.draft.note("training", f"not read, words that only the shell knows: {word}")
     for value in s.command.rest:
         if value not in s.read_files:
             what = json.dumps(value)[:LONGEST_VALUE]

@@ -121,6 +121,8 @@ def _degree(s: ImportSources, axis: str, keys: tuple[str, ...], words: tuple[str
             degree *= count
         sources = [found[0] for found, _ in counts]
         s.draft.put(key, degree, " x ".join(sources), *sources)
+    elif axis in ("tensor", "pipeline") and s.hidden and s.draft.values.get("target") == "megatron":
+        s.draft.ask(key, f"ranks of this axis; {s.hidden}")
     elif axis in ("tensor", "pipeline"):
         s.draft.put(key, 1)
 

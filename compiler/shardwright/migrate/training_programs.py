@@ -27,7 +27,7 @@ class TrainingProgram:
     defaults, unknown_defaults: by the name that is read
     defaults_of: what a comment calls the program of the defaults
     reasons: its setting -> why a recipe does not have it
-    untrainable: setting -> values of another training than next-token prediction
+    untrainable: setting -> values of another training than next-token prediction; * is any
     """
 
     name: str
@@ -140,7 +140,11 @@ PROGRAMS = (
     TrainingProgram(
         name="Megatron-LM",
         scripts=(r"pretrain_(gpt|mamba|bert|t5|vlm|llama|qwen)\w*\.py", r"pretrain\w*_megatron\w*"),
-        typed_keys=_keys("tensor_model_parallel_size micro_batch_size", "train_iters seq_length"),
+        typed_keys=_keys(
+            "tensor_model_parallel_size micro_batch_size",
+            "train_iters seq_length",
+            "num_layers hidden_size num_attention_heads",
+        ),
         aliases=_MEGATRON_ALIASES,
         defaults={
             "weight_decay": 0.01,
@@ -158,6 +162,44 @@ PROGRAMS = (
         defaults_of="Megatron-LM",
         target="megatron",
         reasons=_MEGATRON_REASONS,
+    ),
+    TrainingProgram(
+        name="LLaMA-Factory v1",
+        keys=_keys("model model_class", "model train_dataset"),
+        aliases={
+            "model": ("model_name_or_path", None),
+            "train_dataset": ("dataset", None),
+            "micro_batch_size": ("per_device_train_batch_size", None),
+            "flash_attn": ("attn_implementation", _ATTENTION),
+            "dist_config.config_file": ("deepspeed", None),
+            "dist_config.name": ("fsdp", {"fsdp2": "fsdp2"}),
+            "dist_config.cp_size": ("sequence_parallel_size", None),
+            "peft_config.name": ("use_peft", {"lora": "true"}),
+            "peft_config.r": ("lora_r", None),
+            "peft_config.lora_alpha": ("lora_alpha", None),
+            "peft_config.lora_dropout": ("lora_dropout", None),
+            "peft_config.target_modules": ("lora_target_modules", None),
+        },
+        unknown_defaults=_by_version(
+            "LLaMA-Factory",
+            per_device_train_batch_size="sequences of a GPU at once",
+            gradient_accumulation_steps="steps of accumulation",
+            num_train_epochs="epochs; or write steps: or tokens: in its place",
+            learning_rate="the learning rate",
+            lr_scheduler_type="constant, linear, cosine or wsd",
+            gradient_checkpointing="none or full",
+            bf16="bf16, fp16 or fp32",
+            adam_beta1="two numbers",
+            adam_beta2="two numbers",
+            adam_epsilon="AdamW's eps",
+            weight_decay="the weight decay",
+            max_grad_norm="the norm that gradients are clipped to",
+            warmup_steps="updates with a rising learning rate",
+        ),
+        reasons={
+            "model_class": "the model's type says what it is",
+            **_because("it is for generation", "sample_backend max_new_tokens"),
+        },
     ),
     TrainingProgram(
         name="LLaMA-Factory",
@@ -234,7 +276,7 @@ PROGRAMS = (
             warmup_steps="updates with a rising learning rate",
         ),
         untrainable={
-            "rl": frozenset({"dpo", "ipo", "kto", "orpo", "simpo", "grpo"}),
+            "rl": frozenset({"*"}),
             "reward_model": frozenset({"true"}),
         },
         reasons={
@@ -246,6 +288,13 @@ PROGRAMS = (
             "evals_per_epoch": "see `validation` in the recipe",
             "special_tokens": "the tokenizer's own files have them",
             "chat_template": "data.template names a chat template",
+            "val_set_size": "see `validation` in the recipe",
+            **_because(
+                "transformers finds it by the model's configuration",
+                "model_type tokenizer_type processor_type is_llama_derived_model",
+            ),
+            **_because("data is tokenized before the run", "dataset_prepared_path"),
+            "batch_size": "training.global_batch_size says it",
             "wandb_watch": "run/metrics.jsonl has every step",
         },
     ),
@@ -257,6 +306,7 @@ PROGRAMS = (
             **dict.fromkeys(
                 ("train_type", "tuner_type"), ("use_peft", {"lora": "true", "full": "false"})
             ),
+            "model": ("model_name_or_path", None),
             "max_epochs": ("num_train_epochs", None),
             "split_dataset_ratio": ("validation_fraction", None),
         },
@@ -273,7 +323,7 @@ PROGRAMS = (
         ),
         defaults={"adam_epsilon": 1e-8, "max_grad_norm": 1.0},
         defaults_of="Megatron-LM",
-        untrainable={"rlhf_type": _PREFERENCES | {"cpo", "gkd"}},
+        untrainable={"rlhf_type": frozenset({"*"})},
         target="megatron",
         reasons=_MEGATRON_REASONS,
     ),
@@ -282,6 +332,7 @@ PROGRAMS = (
         scripts=(r"^swift \w+", r"swift/cli/(sft|pt|rlhf)\.py"),
         keys=_keys("train_type model", "tuner_type", "sft_type", "attn_impl model"),
         aliases={
+            "model": ("model_name_or_path", None),
             "attn_impl": ("attn_implementation", _ATTENTION),
             "train_type": ("use_peft", {"lora": "true", "full": "false"}),
             "tuner_type": ("use_peft", {"lora": "true", "full": "false"}),
@@ -305,8 +356,12 @@ PROGRAMS = (
         ),
         defaults={"max_grad_norm": 1.0, "seed": 42, "adam_epsilon": 1e-8, "num_train_epochs": 3.0},
         defaults_of="ms-swift",
-        untrainable={"rlhf_type": _PREFERENCES | {"cpo", "gkd"}},
+        untrainable={
+            "rlhf_type": frozenset({"*"}),
+            "task_type": frozenset({"seq_cls", "embedding", "reranker", "generative_reranker"}),
+        },
         reasons={
+            **_because("it is the assistant's name, not the model's", "model_name model_author"),
             **_because(
                 "write model.freeze: [vision, projector, text] by hand",
                 "freeze_vit freeze_aligner freeze_llm",
@@ -359,8 +414,7 @@ PROGRAMS = (
             r"trl[./]scripts",
         ),
         keys=_keys(
-            "model_name_or_path dataset_name max_length",
-            "model_name_or_path dataset_name max_seq_length",
+            "model_name_or_path dataset_name",
             "model_name_or_path dataset_mixer",
             "model_name_or_path dataset_mixture",
             "model_name_or_path assistant_only_loss",
@@ -399,7 +453,12 @@ PROGRAMS = (
     ),
     TrainingProgram(
         name="TrainingArguments",
-        keys=_keys("per_device_train_batch_size", "num_train_epochs", "output_dir learning_rate"),
+        keys=_keys(
+            "per_device_train_batch_size",
+            "num_train_epochs",
+            "output_dir learning_rate",
+            "model_name_or_path learning_rate",
+        ),
         typed_keys=_keys(
             "per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "output_dir"
         ),
