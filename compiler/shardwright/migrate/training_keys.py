@@ -550,13 +550,12 @@ def _convert_deepspeed_schedule(s: ImportSources, kind: str) -> None:
     elif s.has(top):
         s.draft.take(top, f"{SECTION}.lr")
     elif kind == "WarmupDecayLR":
-        before = s.draft.values.get(f"{SECTION}.lr")
-        unused = (
-            "" if not isinstance(before, float) else f"; optimizer.params.lr {before:g} is not used"
-        )
+        unused = "optimizer.params.lr"
         s.draft.fill.pop(f"{SECTION}.lr", None)
-        origin = f"WarmupDecayLR's default without warmup_max_lr{unused}"
-        s.draft.put(f"{SECTION}.lr", 0.001, origin, *s.there("optimizer.params.lr"))
+        s.draft.put(f"{SECTION}.lr", 0.001, "WarmupDecayLR's default without warmup_max_lr")
+        if s.has(unused):
+            s.draft.carried.pop(unused, None)
+            s.draft.leave(SECTION, unused, s.get(unused), "WarmupDecayLR sets a rate of its own")
     least = f"{_PARAMS}.warmup_min_lr"
     if s.has(least) and not s.number(least):
         s.draft.take(least, SCHEDULE)  # 0, or what the Trainer makes 0
