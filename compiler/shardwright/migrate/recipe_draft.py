@@ -42,12 +42,13 @@ class RecipeDraft:
         """Set a recipe key.
 
         origin: words for the comment
-        sources: keys and words that this converts; the origin where none is given
+        sources: keys and words that this converts; the origin where none is given and it is one
         """
         self.values[key] = value
         if origin:
             self.origins[key] = origin
-        for source in sources or ((origin,) if origin else ()):
+        is_key = bool(origin) and " " not in origin
+        for source in sources or ((origin,) if is_key else ()):
             self.take(source, key)
 
     def take(self, source: str, key: str) -> None:

@@ -55,7 +55,7 @@ _AXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("sequence_parallel_size",),
         (
             *("sequence_parallel_size", "context_parallel_size", "ulysses_sequence_parallel_size"),
-            *("parallelism_config_sp_size", "parallelism_config_cp_size"),
+            *("parallelism_config_sp_size", "parallelism_config_cp_size", "cp_size"),
         ),
     ),
     "expert": (
@@ -63,6 +63,7 @@ _AXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("expert_parallel_size", "expert_model_parallel_size"),
     ),
 }
+_MEGATRON_WORDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _DATA_AXES = (
     "parallelism_config_dp_replicate_size",
     "parallelism_config_dp_shard_size",
@@ -78,6 +79,10 @@ def target(s: ImportSources) -> None:
         s.draft.put("target", s.program.target, f"the command is {s.program.name}'s")
     elif kind is not None and kind[1].upper() == "MEGATRON_LM":
         s.draft.put("target", "megatron", f"{kind[0]}: {kind[1]}", kind[0])
+    else:
+        own = next((s.settings[name] for name in _MEGATRON_WORDS if name in s.settings), None)
+        if own is not None:
+            s.draft.put("target", "megatron", f"{own.written} is Megatron-Core's", own.written)
 
 
 def parallel(s: ImportSources) -> None:
