@@ -34,6 +34,7 @@ from shardwright.checkpoint.run_history import (
     run_history_of,
 )
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.diagnostics.secret_values import MASK, url_credentials, without_credentials
 from shardwright.utils.file_io import parse_json
 
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -147,7 +148,7 @@ class CheckpointStore:
     """Access the remote copies. Every method raises SW6208 where the storage fails."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url, self.shown_url = url, without_credentials(url)
         with self._explained("opened"):
             from fsspec.core import url_to_fs
 
@@ -167,12 +168,14 @@ class CheckpointStore:
                 help_text = (
                     f"Install the storage's fsspec package on every host with pip ({error})."
                 )
-            first = (str(error).splitlines() or [""])[0]
+            first = without_credentials((str(error).splitlines() or [""])[0])
+            for secret in url_credentials(self.url):
+                first = first.replace(secret, MASK)
             raise refusal(
                 "SW6208",
                 (
-                    f"checkpoint.upload_to {self.url} cannot be {what}: {type(error).__name__}: "
-                    f"{first}"
+                    f"checkpoint.upload_to {self.shown_url} cannot be {what}: "
+                    f"{type(error).__name__}: {first}"
                 ),
                 help_text,
             ) from None

@@ -198,7 +198,7 @@ def _choose_newest(plan: Plan, folder: Path) -> ResumePoint | None:
         path = here.get(step, root / step_name(step))
         why = damage(path, contents=True)
         if why and store and step in copies and path.parent == root:
-            print(f"fetching {path.name} from {store.url}: {why}", flush=True)
+            print(f"fetching {path.name} from {store.shown_url}: {why}", flush=True)
             try:
                 store.fetch(path.name, path.parent)
                 why = damage(path, contents=True)

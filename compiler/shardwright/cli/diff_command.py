@@ -26,6 +26,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.layout.zero_settings import HPZ
 from shardwright.models.model_files import TOKENIZER_PATTERNS
+from shardwright.recipe.plain_secrets import mask_secrets, secrets_of_document
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonDocument, JsonObject, strict_json
 from shardwright.utils.number_format import GIB
@@ -93,7 +94,7 @@ class PlanDifference:
 def compare_plans(a: PricedRecipe, b: PricedRecipe) -> PlanDifference:
     ours, theirs = resume_side(a), resume_side(b)
     found = {
-        "recipe": changes(a.recipe.document, b.recipe.document),
+        "recipe": recipe_changes(a.recipe.document, b.recipe.document),
         "strategy": changes(
             dataclasses.asdict(ours.facts.strategy), dataclasses.asdict(theirs.facts.strategy)
         ),
@@ -165,6 +166,15 @@ def _tokenizer_files(name: str) -> TokenizerFiles:
         return TokenizerFiles(name=name, files=None)
     digests = ((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(found))
     return TokenizerFiles(name=name, files=tuple(digests))
+
+
+def recipe_changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
+    """Return the changed keys of two recipes, with secrets masked."""
+    secrets = (*secrets_of_document(a), *secrets_of_document(b))
+    return tuple(
+        (key, mask_secrets(ours, secrets), mask_secrets(theirs, secrets))
+        for key, ours, theirs in changes(a, b)
+    )
 
 
 def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:

@@ -346,6 +346,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     from shardwright.layout.gpu_cluster import gpu_errors, resolve_cluster
     from shardwright.models.model_check import check_model
     from shardwright.recipe.input_file_checks import check_files
+    from shardwright.recipe.plain_secrets import plain_secret_warnings
     from shardwright.search.layout_rules import fp16_on_cpu_error, missing_peak_error
     from shardwright.search.runnable_recipes import check_tokenizers
     from shardwright.search.training_rules import engine_recipe_errors
@@ -359,6 +360,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
             if d is not None
         ]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
+    found += plain_secret_warnings(recipe)
     refused = [engine_recipe_errors(engine, recipe) for engine in engines_for(recipe.target)]
     found += refused[0] if all(refused) else ()
     if recipe.cluster.measured is not None:

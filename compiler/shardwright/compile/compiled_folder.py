@@ -37,6 +37,7 @@ from shardwright.plan.folder_paths import (
 )
 from shardwright.plan.plan import Plan, load_plan, plan_to_json
 from shardwright.recipe.measurements import MEASURED_FILE
+from shardwright.recipe.plain_secrets import holds_secret, secrets_of_document
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import (
     DataSection,
@@ -51,6 +52,7 @@ from shardwright.utils.run_lease import is_locked_by_run, live_owner
 
 
 MARKER = ".shardwright"
+RESOLVED_RECIPE = "recipe.resolved.json"
 MARKER_TEXT = b"This folder was written by shardwright compile, which may replace its files.\n"
 EXECUTABLE_FILES = SCRIPT_NAMES
 
@@ -63,7 +65,7 @@ def compiled_files(
     own, warnings = lowering_of(recipe.target).files(plan, graph.config)
     files = {
         MARKER: MARKER_TEXT,
-        "recipe.resolved.json": json_bytes(recipe.document),
+        RESOLVED_RECIPE: json_bytes(recipe.document),
         plan.model.config_file: json_bytes(graph.config),
         GRAPH_FILE: graph_to_json(graph).encode("utf-8"),
         **launch_files(plan),
@@ -101,7 +103,7 @@ ARTIFACT_FOLDERS: tuple[str, ...] = (
 )
 ARTIFACT_ROOTS: tuple[str, ...] = (
     *(MARKER, PLAN_FILE, *(name for name in _ENGINES if not name.endswith("/"))),
-    *("recipe.resolved.json", MEASURED_FILE, GRAPH_FILE, "launch.sh", "train.py"),
+    *(RESOLVED_RECIPE, MEASURED_FILE, GRAPH_FILE, "launch.sh", "train.py"),
     *ARTIFACT_FOLDERS,
 )
 """First path components that `compile` may write, and therefore may replace or remove."""
@@ -193,9 +195,12 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
     """A new folder appears whole, by one rename. In our own folder every file is replaced by one
     rename each, artifacts that are no longer made go, and everything else (run/, checkpoints,
     notes) stays. There, plan.json goes first and comes back last: a folder that was cut off in
-    between has no plan, so nothing runs a mixture.
+    between has no plan, so nothing runs a mixture. A file that holds a secret is readable by this
+    user alone.
     """
     check_output_folder(directory)
+    resolved = files.get(RESOLVED_RECIPE)
+    plain = () if resolved is None else secrets_of_document(json.loads(resolved))
     created: list[Path] = []
     staged: Path | None = None
     try:
@@ -210,6 +215,8 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
         for name, content in files.items():
             path = staged / name
             path.parent.mkdir(parents=True, exist_ok=True)
+            if holds_secret(content, plain):
+                path.touch(mode=0o600)
             path.write_bytes(content)
             if name in EXECUTABLE_FILES:
                 mode = path.stat().st_mode
@@ -291,7 +298,6 @@ def _os_refusal(directory: Path, error: OSError) -> Refusal:
     )
 
 
-RECIPE = "recipe.resolved.json"
 STEP_SECONDS_TOLERANCE = 1e-9
 """Relative, of the step time: the same formulas give the same figures but for the last digits."""
 
@@ -331,9 +337,9 @@ def read_folder(folder: Path) -> CompiledFolder:
     """Errors: SW6001 no compiled folder; SW3321, SW3322 its recipe or model is not the plan's;
     those of the recipe."""
     plan = load_plan(folder)
-    path = folder / RECIPE
+    path = folder / RESOLVED_RECIPE
     if not path.is_file():
-        raise _mismatch("SW3321", f"{str(folder)!r} has no {RECIPE}")
+        raise _mismatch("SW3321", f"{str(folder)!r} has no {RESOLVED_RECIPE}")
     recipe = load_recipe(path)
     if canonical_hash(recipe.document) != plan.recipe_hash:
         raise _mismatch(

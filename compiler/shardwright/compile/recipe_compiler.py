@@ -45,6 +45,7 @@ from shardwright.plan.island_plans import island_plan
 from shardwright.plan.plan import Plan, PlanRouterAuxLoss
 from shardwright.plan.plan_builder import build_plan, check_training_data, installed_versions
 from shardwright.recipe.input_file_checks import check_files
+from shardwright.recipe.plain_secrets import plain_secret_warnings
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.cluster_sizing import ClusterSizing
 from shardwright.search.engine_choice import resolve_problem, start_engine_comparison
@@ -114,7 +115,12 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
             files = {name: content for name, content in files.items() if not is_launch_file(name)}
     except Refusal as refusal:
         raise Refusal(*dict.fromkeys(refusal.diagnostics), source=recipe.source) from None
-    warnings = (*inputs.warnings, *estimate.diagnostics, *warnings)
+    warnings = (
+        *inputs.warnings,
+        *plain_secret_warnings(recipe),
+        *estimate.diagnostics,
+        *warnings,
+    )
     return CompileResult(
         plan=plan, files=files, islands=islands, warnings=warnings, error=estimate.error
     )

@@ -409,6 +409,8 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5207": "a hostfile for a launcher that does not read one",
     "SW5208": "the job could not be submitted",
     "SW5209": "a path that the container or pod does not mount",
+    "SW5210": "a secret in plain text in the recipe",
+    "SW5211": "credentials in the URL of upload_to",
     "SW5301": "a host does not answer over ssh",
     "SW5302": "a host has different package versions",
     "SW5303": "a host lacks the compiled folder or has a different one",

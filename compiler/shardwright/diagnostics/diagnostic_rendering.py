@@ -2,7 +2,7 @@
 plain JSON for programs.
 
 Nothing of a recipe reaches the terminal raw: control characters, escapes and direction marks become
-visible signs.
+visible signs, and secrets asterisks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterable
 
 from shardwright.diagnostics.diagnostic import Diagnostic, Location, Severity, Source
+from shardwright.diagnostics.secret_values import masked_line
 
 WIDEST = 100
 """Columns of a source line that are shown; longer lines are cut around the caret."""
@@ -29,7 +30,7 @@ _RESET, _BOLD, _RED, _YELLOW, _BLUE, _CYAN = (
 _TONES: dict[Severity, str] = {"error": _RED, "warning": _YELLOW, "note": _BLUE}
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 # The key is at fault, not its value: unknown, twice in a mapping, a merge key, not text.
-_KEY_CODES = frozenset({"SW1006", "SW1007", "SW1015", "SW1101", "SW2005"})
+_KEY_CODES = frozenset({"SW1006", "SW1007", "SW1015", "SW1101", "SW2005", "SW5210"})
 
 Paint = Callable[[str, str], str]
 """(escape sequence, text) -> text"""
@@ -143,7 +144,7 @@ def _excerpt(place: Location | None, source: Source | None, tone: str, paint: Pa
     text = source.texts.get(place.file) if source else None
     lines = () if text is None else _lines(text)
     if place.line <= len(lines):
-        shown, indent, run = _cut(lines[place.line - 1], place)
+        shown, indent, run = _cut(masked_line(lines[place.line - 1]), place)
         bar = paint(_BLUE, "|")
         found += [
             f"{margin} {bar}",

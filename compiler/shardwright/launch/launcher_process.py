@@ -46,6 +46,7 @@ from shardwright.monitor.run_files import (
     write_status,
 )
 from shardwright.plan.plan import Plan, load_plan
+from shardwright.recipe.plain_secrets import secrets_of_plan
 from shardwright.recipe.recipe_types import weights_summary
 from shardwright.train.host_consistency import check_folder_digests
 from shardwright.train.run_attempt import begin_attempt, hold_run_lease
@@ -172,10 +173,9 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
                 f"already trained to its last step: {chosen.path} (`--resume never` starts again)"
             )
             # Its copy failed, which ended that run with an error.
-            if plan.checkpoint.upload_to and CheckpointStore(
-                plan.checkpoint.upload_to
-            ).copy_missing(chosen.path):
-                print(f"copied       {chosen.path.name} to {plan.checkpoint.upload_to}")
+            store = plan.checkpoint.upload_to and CheckpointStore(plan.checkpoint.upload_to)
+            if store and store.copy_missing(chosen.path):
+                print(f"copied       {chosen.path.name} to {store.shown_url}")
             return 0
         for port in range(1, MAX_PORT_ATTEMPTS + 1):
             attempt = begin_attempt(
@@ -304,7 +304,7 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
     """Everything into run/launcher.log, what a person wants to see to the terminal."""
     assert process.stdout is not None
     kill_timer: threading.Timer | None = None
-    blot = secret_redactor(plan.launch.env_from)
+    blot = secret_redactor(plan.launch.env_from, secrets_of_plan(plan.launch, plan.checkpoint))
     path = folder / "run" / "launcher.log"
     path.unlink(missing_ok=True)  # an earlier version left it readable to all
     with (

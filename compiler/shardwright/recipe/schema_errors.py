@@ -7,9 +7,12 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.diagnostics.secret_values import MASK, is_secret_name
 from shardwright.recipe.recipe_parser import INTEGER_HELP, LARGEST_INTEGER
 from shardwright.recipe.recipe_schema import (
     FILL_IN,
@@ -48,10 +51,30 @@ def schema_errors(document: JsonObject) -> tuple[Diagnostic, ...]:
         *_unknown_keys(recipe_schema(), document, ()),
     ]
     # One a key, and the type first: what else is said of a value of the wrong type means little.
-    for diagnostic in sorted(findings, key=lambda d: ("SW1108", "SW1102", d.code).index(d.code)):
+    for diagnostic in sorted(
+        map(partial(_without_secret, document), findings),
+        key=lambda d: ("SW1108", "SW1102", d.code).index(d.code),
+    ):
         found.setdefault(diagnostic.key, diagnostic)
     intended = intended_keys(found.values())
     return tuple(d for d in found.values() if not (d.code == "SW1105" and d.key in intended))
+
+
+def _without_secret(document: JsonObject, diagnostic: Diagnostic) -> Diagnostic:
+    """Mask the value of a secret variable in an error."""
+    key = diagnostic.key or ()
+    if key[:2] != ("launch", "env") or not is_secret_name(str(key[-1])):
+        return diagnostic
+    value: JsonValue = document
+    for name in map(str, key):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if not value or isinstance(value, Mapping | list):
+        return diagnostic
+    message, help = (
+        text.replace(describe_value(value), MASK).replace(str(value), MASK)
+        for text in (diagnostic.message, diagnostic.help)
+    )
+    return replace(diagnostic, message=message, help=help)
 
 
 def intended_keys(findings: Iterable[Diagnostic]) -> set[KeyPath]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.recipe.plain_secrets import PlainSecret
 
 ENV_FILE_VARIABLE = "SHARDWRIGHT_ENV_FILE"
 READ_ENV_FILE_VARIABLE = "SHARDWRIGHT_ENV_TAKEN"
@@ -78,9 +79,15 @@ def remove_secret_environment_file() -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def secret_redactor(names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that replaces these environment variables' values by `[NAME]`."""
+def secret_redactor(
+    names: Iterable[str], plain: Iterable[PlainSecret] = ()
+) -> Callable[[str], str]:
+    """Return a function that replaces these environment variables' values by `[NAME]`.
+
+    plain: the secrets that the recipe itself holds
+    """
     values = [(line, name) for name in names for line in os.environ.get(name, "").splitlines()]
+    values += [(secret.value, secret.name) for secret in plain]
     # A value that contains another one is replaced first.
     found = sorted(
         ((v, n) for v, n in values if len(v) >= MIN_SECRET_CHARACTERS),

@@ -18,6 +18,7 @@ from shardwright.monitor.rank_events import RankFailed, event_object, is_seconda
 from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import read_attempt_record, write_json
 from shardwright.plan.plan import Plan, read_plan
+from shardwright.recipe.plain_secrets import secrets_of_plan
 from shardwright.train.run_attempt import (
     RANKS,
     acquire_lease_on_rank_0,
@@ -108,7 +109,7 @@ def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:
         cause, code, help_text = first.message, first.code, first.help
     else:
         cause, code, help_text = f"{type(error).__name__}: {error}", "SW6301", ""
-    blot = secret_redactor(plan.launch.env_from)
+    blot = secret_redactor(plan.launch.env_from, secrets_of_plan(plan.launch, plan.checkpoint))
     return RankFailed(
         rank=rank,
         host=socket.gethostname(),

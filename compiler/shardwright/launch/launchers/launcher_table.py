@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.diagnostics.secret_values import MASK, is_secret_name, without_credentials
 from shardwright.plan.folder_paths import HOSTFILE, SETUP_SCRIPT
 from shardwright.plan.hostfile import SHELL_SAFE
 from shardwright.plan.plan import Plan
@@ -182,11 +183,16 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
             "launch.setup_script."
         )
         wrong += [
-            found("SW5205", key, f"{'.'.join(key)}: {value!r} {why}", help)
+            found("SW5205", key, f"{'.'.join(key)}: {_shown(key[-1], value)} {why}", help)
             for key, value in values
             if not SHELL_SAFE.fullmatch(value)
         ]
     return tuple(wrong)
+
+
+def _shown(name: str, value: str) -> str:
+    """Return the value of a variable for a message."""
+    return MASK if is_secret_name(name) else repr(without_credentials(value))
 
 
 def unmounted_paths(plan: Plan) -> tuple[Diagnostic, ...]:
