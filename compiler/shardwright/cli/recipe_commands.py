@@ -343,6 +343,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Return what compile would refuse of a loaded recipe, as far as that is known without
     torch."""
     from shardwright.engines.engine_table import engines_for
+    from shardwright.launch.launchers.launcher_table import unexpanded_variables
     from shardwright.layout.gpu_cluster import gpu_errors, resolve_cluster
     from shardwright.models.model_check import check_model
     from shardwright.recipe.input_file_checks import check_files
@@ -360,7 +361,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
             if d is not None
         ]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
-    found += plain_secret_warnings(recipe)
+    found += [*plain_secret_warnings(recipe), *unexpanded_variables(recipe)]
     refused = [engine_recipe_errors(engine, recipe) for engine in engines_for(recipe.target)]
     found += refused[0] if all(refused) else ()
     if recipe.cluster.measured is not None:

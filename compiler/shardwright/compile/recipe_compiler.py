@@ -25,7 +25,13 @@ from shardwright.engines.engine_table import (
     recipe_for_engine,
 )
 from shardwright.launch.launchers.launch_files import is_launch_file
-from shardwright.launch.launchers.launcher_table import check_launch, plan_launch, unmounted_paths
+from shardwright.launch.launchers.launcher_table import (
+    check_launch,
+    plan_launch,
+    short_stop_warning,
+    unexpanded_variables,
+    unmounted_paths,
+)
 from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout import Candidate
 from shardwright.layout.layout_estimate import Estimate, PredictionError
@@ -111,6 +117,8 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
             _lower_plan(island_plan(plan, k), problem, inputs)[1] for k in plan.island_numbers
         )
         plan, files, warnings = _lower_plan(plan, problem, inputs)
+        if (saves := goodput(problem, estimate)) is not None:
+            warnings = (*warnings, *short_stop_warning(plan, saves.save_seconds))
         if islands:  # nothing is started from there
             files = {name: content for name, content in files.items() if not is_launch_file(name)}
     except Refusal as refusal:
@@ -118,6 +126,7 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
     warnings = (
         *inputs.warnings,
         *plain_secret_warnings(recipe),
+        *unexpanded_variables(recipe),
         *estimate.diagnostics,
         *warnings,
     )

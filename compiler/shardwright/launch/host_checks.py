@@ -608,4 +608,48 @@ def _build_tools(x: HostCheckInput) -> HostCheck:
     return HostCheck(name="builds", told="DeepSpeed can compile CPUAdam", problems=tuple(problems))
 
 
-CHECKS = (_engine, _versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)
+MIN_LOCKED_MEMORY_BYTES = GIB
+"""Bounds what NCCL registers with an RDMA card. Distributions allow 64 KiB or 8 MiB."""
+MIN_SHARED_MEMORY_BYTES = GIB
+"""Is what NVIDIA's guides give a container (--shm-size=1g); Docker's default is 64 MiB."""
+
+
+def _limits(x: HostCheckInput) -> HostCheck:
+    """Check what ranks of several hosts lock for RDMA, and what ranks of one host share."""
+    problems = []
+    for probed in x.answers:
+        locked, shared = probed.facts.locked_memory_bytes, probed.facts.shared_memory_bytes
+        is_rdma = x.plan.nodes > 1 and not x.plan.is_cpu and probed.facts.has_rdma
+        if is_rdma and locked is not None and locked < MIN_LOCKED_MEMORY_BYTES:
+            text = (
+                f"{probed.host}: a process may lock {locked // 1024:,} KiB of memory, which RDMA "
+                "exceeds (ulimit -l)"
+            )
+            help = (
+                "Set `* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity "
+                "for slurmd, or the capability IPC_LOCK for a container."
+            )
+            problems.append(found("SW5319", None, text, help, severity="warning"))
+        if (
+            x.plan.gpus_per_node > 1
+            and not x.plan.is_cpu
+            and shared is not None
+            and shared < MIN_SHARED_MEMORY_BYTES
+        ):
+            text = (
+                f"{probed.host}: /dev/shm has {shared // 2**20:,} MiB free, through which NCCL "
+                f"joins the {x.plan.gpus_per_node} ranks"
+            )
+            help = "Start the container with --shm-size=1g or more, or remount /dev/shm larger."
+            problems.append(found("SW5320", None, text, help, severity="warning"))
+    return HostCheck(
+        name="limits",
+        told="locked memory and /dev/shm are enough",
+        problems=tuple(problems),
+    )
+
+
+CHECKS = (
+    *(_engine, _versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory),
+    _limits,
+)

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -58,7 +59,9 @@ class HostFacts:
     plan. sees_marker: whether the folder is the one that doctor looks at. busy: a sentence for each
     GPU that somebody holds. absent: of the inputs. free_port: None where something listens on the
     master's. missing_tools: what a build needs and is not there. stale_build_locks: that builds
-    left behind."""
+    left behind. has_rdma: whether it has InfiniBand or RoCE cards. locked_memory_bytes: the most
+    that a process may lock, None without a limit. shared_memory_bytes: free in /dev/shm, None where
+    there is none."""
 
     time: float = 0.0
     hostname: str = ""
@@ -77,6 +80,9 @@ class HostFacts:
     free_port: int | None = None
     missing_tools: tuple[str, ...] = ()
     stale_build_locks: tuple[str, ...] = ()
+    has_rdma: bool = False
+    locked_memory_bytes: int | None = None
+    shared_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +166,7 @@ class Probe:
         ]
         remote = ["env", *values, sys.executable, "-P", "-m", "shardwright.launch.host_probe"]
         ssh = ["ssh", *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")), "-oBatchMode=yes"]
-        ssh += [f"-oConnectTimeout={CONNECT_SECONDS}", host, "exec " + shlex.join(remote)]
+        ssh += [f"-oConnectTimeout={CONNECT_SECONDS}", "--", host, "exec " + shlex.join(remote)]
         # A step beside others on that node, with what the allocation has there.
         step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
         srun = [*step, "--cpu-bind=none", "--quiet", *remote]
@@ -243,6 +249,7 @@ PACKAGES = tuple(
 MEASURING_SECONDS = 3.0
 MIN_FREE_FRACTION = 0.9
 """Bounds the free share of a GPU's memory, below which another process uses the GPU."""
+SHARED_MEMORY = "/dev/shm"
 WRITTEN_BY_RUNS = ("run", "checkpoints")
 ANSWER_PREFIX = "@shardwright-probe "
 """Before each answer: a host's own greeting may stand on the same output."""
@@ -283,6 +290,11 @@ def main() -> int:
                 free_port=_free_port(request.port),
                 missing_tools=_missing_tools() if request.builds else (),
                 stale_build_locks=tuple(map(str, stale_build_locks())) if request.builds else (),
+                has_rdma=bool(glob.glob("/sys/class/infiniband/*")),
+                locked_memory_bytes=_locked_memory_bytes(),
+                shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free
+                if os.path.isdir(SHARED_MEMORY)
+                else None,
             )
         )
     )
@@ -300,6 +312,11 @@ def main() -> int:
 
 def _answer(message: JsonObject) -> None:
     print(ANSWER_PREFIX + json.dumps(message), flush=True)
+
+
+def _locked_memory_bytes() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _missing_tools() -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import read_attempt_record, write_json
 from shardwright.plan.plan import Plan, read_plan
 from shardwright.recipe.plain_secrets import secrets_of_plan
+from shardwright.train.numa_affinity import bind_to_numa_node
 from shardwright.train.run_attempt import (
     RANKS,
     acquire_lease_on_rank_0,
@@ -67,6 +68,8 @@ def main() -> NoReturn:
     try:
         if unsent is not None:
             raise unsent
+        if not plan.is_cpu:
+            bind_to_numa_node(int(os.environ.get("LOCAL_RANK", "0")))
         status = _train(plan, folder, rank, watch, lease)
     except BaseException as error:
         if rank != 0:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shardwright.compile.recipe_compiler import compile_recipe
-from shardwright.launch.host_checks import HostCheckInput, _build_tools, _interfaces, _memory
+from shardwright.launch.host_checks import (
+    HostCheckInput,
+    _build_tools,
+    _interfaces,
+    _limits,
+    _memory,
+)
 from shardwright.launch.host_probe import (
     HostFacts,
     LinkRates,
+    Probe,
     ProbedHost,
+    ProbeRequest,
     RendezvousResult,
     host_facts_to_json,
     rendezvous_result_to_json,
@@ -111,3 +122,45 @@ def test_what_deepspeed_compiles_can_be_compiled(plan: Plan, tmp_path: Path) -> 
     assert first.code == "SW5317" and "a: nvcc is missing" in first.message
     assert second.code == "SW5318" and "rm /c/cpu_adam/lock" in str(second.help)
     assert not compiles_cpu_adam(plan)
+
+
+def test_limits_of_memory_that_ranks_lock_and_share(plan: Plan, tmp_path: Path) -> None:
+    on_gpus = dataclasses.replace(plan, is_cpu=False, nodes=2, gpus_per_node=8)
+
+    def codes(plan: Plan, **facts: Any) -> list[tuple[str, str]]:
+        there = ProbedHost(host="a", facts=HostFacts(**facts))
+        x = HostCheckInput(plan=plan, folder=tmp_path, shared=True, answers=(there,), digest=None)
+        return [(problem.code, problem.severity) for problem in _limits(x).problems]
+
+    low: dict[str, Any] = {
+        "has_rdma": True,
+        "locked_memory_bytes": 8 * 2**20,
+        "shared_memory_bytes": 64 * 2**20,
+    }
+    assert codes(on_gpus, **low) == [("SW5319", "warning"), ("SW5320", "warning")]
+    assert codes(on_gpus, **{**low, "has_rdma": False}) == [("SW5320", "warning")]
+    assert codes(on_gpus, has_rdma=True, shared_memory_bytes=2**33) == []
+    one = dataclasses.replace(on_gpus, nodes=1, gpus_per_node=1)
+    assert codes(one, **low) == [] and codes(on_gpus) == []
+
+
+def test_a_host_tells_its_limits(tmp_path: Path, plan: Plan) -> None:
+    request = ProbeRequest(
+        folder=str(tmp_path),
+        checkpoints="checkpoints",
+        mark="m",
+        cpu=True,
+        inputs=(),
+        port=None,
+        environment={},
+    )
+    probe = Probe("here", reach="local")
+    try:
+        probe.ask(request)
+        probe.wait("facts", time.monotonic() + 60)
+        facts = probe.result.facts
+    finally:
+        probe.close()
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert facts.locked_memory_bytes == (None if limit == resource.RLIM_INFINITY else limit)
+    assert facts.shared_memory_bytes is not None and facts.shared_memory_bytes > 0

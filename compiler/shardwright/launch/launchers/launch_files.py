@@ -33,7 +33,9 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
         "" if kubernetes is None else kubernetes.kind, launcher.templates
     )
     files = {
-        path: _render(f"launch/{template}", plan, path) for path, template in templates.items()
+        path: text
+        for path, template in templates.items()
+        if (text := _render(f"launch/{template}", plan, path))  # nothing: no such file
     }
     if kubernetes is not None and kubernetes.pod_patch:
         files |= {

@@ -5,7 +5,9 @@ its templates.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -74,7 +76,7 @@ _ROWS = (
     Launcher(name="local", templates={"launch.sh": "local.sh.j2"}, is_multi_node=False),
     Launcher(
         name="pdsh",
-        templates={"launch.sh": "pdsh.sh.j2"},
+        templates={"launch.sh": "pdsh.sh.j2", "launch/pdsh_setup.sh": "pdsh_setup.sh.j2"},
         program="pdsh",
         uses_hostfile=True,
         passes_path_unquoted=True,
@@ -188,6 +190,50 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
             if not SHELL_SAFE.fullmatch(value)
         ]
     return tuple(wrong)
+
+
+_REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*)|^~(?=/|$)")
+"""Matches what a shell would expand."""
+
+
+def unexpanded_variables(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Warn of values of launch.env that refer to a variable or to a home folder: they reach the
+    ranks as they are written."""
+    warnings = []
+    for name, value in sorted(recipe.launch.env):
+        if (reference := _REFERENCE.search(value)) is None:
+            continue
+        shown = reference[0] + "}" * reference[0].startswith("${")
+        message = (
+            f"launch.env.{name}: {shown} is not expanded; the ranks get {_shown(name, value)} as "
+            "it is written"
+        )
+        help = f"Write `export {name}=...` in launch.setup_script, which is a bash script."
+        if value in (f"${name}", f"${{{name}}}"):
+            help = f"Write `env_from: [{name}]` under `launch` to pass its value on."
+        key = ("launch", "env", name)
+        warnings.append(found("SW5212", key, message, help, severity="warning"))
+    return tuple(warnings)
+
+
+def short_stop_warning(plan: Plan, save_seconds: float) -> tuple[Diagnostic, ...]:
+    """Warn where Slurm's signal comes too late: the ranks finish the step that they are in, and
+    save.
+
+    save_seconds: the estimate of one save
+    """
+    slurm, step_seconds = plan.launch.slurm, plan.predicted.time.step_seconds
+    needed = step_seconds + save_seconds
+    if slurm is None or slurm.signal_seconds >= needed:
+        return ()
+    message = (
+        f"launch.slurm.signal_seconds is {slurm.signal_seconds}, but a step ({step_seconds:.0f} s) "
+        f"and a save ({save_seconds:.0f} s) take {needed:.0f} s: the time limit would end the job "
+        "before its checkpoint is complete"
+    )
+    help = f"Set launch.slurm.signal_seconds to {math.ceil(2 * needed)} or more."
+    key = "launch.slurm.signal_seconds"
+    return (found("SW5213", key, message, help, severity="warning"),)
 
 
 def _shown(name: str, value: str) -> str:

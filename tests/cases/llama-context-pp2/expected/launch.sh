@@ -31,7 +31,7 @@ on_hosts() { # on_hosts COMMAND INPUT: at once; a host that does not answer is p
   local host
   for host in $(awk '!/^[[:space:]]*(#|$)/ {print $1}' "$hostfile"); do
     # shellcheck disable=SC2086 # several words
-    "$2" | ssh ${PDSH_SSH_ARGS_APPEND:-} -oBatchMode=yes -oConnectTimeout=10 "$host" "$1" >/dev/null 2>&1 &
+    "$2" | ssh ${PDSH_SSH_ARGS_APPEND:-} -oBatchMode=yes -oConnectTimeout=10 -- "$host" "$1" >/dev/null 2>&1 &
   done
   wait
 }

@@ -104,9 +104,10 @@ def test_pdsh_passes_env_by_file(
     assert sent.read_text() == f"SHARDWRIGHT_TOKEN=by-hand\0TOKEN={hostile}\0"
     sent.unlink()
     called = (tmp_path / "bin/ssh.called").read_text().splitlines()
-    assert sorted(line.split()[2] for line in called) == ["a", "b"] and "secret" not in "".join(
-        called
-    )
+    assert sorted(re.findall("-- ([ab]) ", "".join(called))) == [
+        "a",
+        "b",
+    ] and "secret" not in "".join(called)
     assert not list(tmp_path.rglob("pwned"))
     assert not any(
         b"secret" in p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()

@@ -7,8 +7,19 @@ here=${BASH_SOURCE[0]}
 CDPATH='' cd -- "${here%/*}/../"
 SHARDWRIGHT_FOLDER=$PWD
 set +eu +o pipefail # the user's script is not written for them, and may go elsewhere
+shardwright_check() { # CODE FILE LINE COMMAND: a module or an environment that does not load stops the job
+  local line
+  line=$(sed -n "$3{s/^[[:space:]]*//;p;}" "$2" 2>/dev/null) || line=
+  case ${line:-$4} in
+    module\ *|ml\ *|spack\ *|conda\ *|mamba\ *|micromamba\ *)
+      echo "$2, line $3: '${line:-$4}' failed with exit code $1; the ranks are not started" >&2
+      exit 1 ;;
+  esac
+}
+trap 'shardwright_check "$?" "${BASH_SOURCE[0]}" "$LINENO" "$BASH_COMMAND"' ERR
 # shellcheck source=/dev/null
-source launch/setup.sh
+source "$SHARDWRIGHT_FOLDER/launch/setup.sh"
+trap - ERR
 set -euo pipefail
 CDPATH='' cd -- "$SHARDWRIGHT_FOLDER"
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
