@@ -53,6 +53,7 @@ from shardwright.utils.run_lease import is_locked_by_run, live_owner
 
 MARKER = ".shardwright"
 RESOLVED_RECIPE = "recipe.resolved.json"
+JOB_SCRIPT = "launch/job.sh"
 MARKER_TEXT = b"This folder was written by shardwright compile, which may replace its files.\n"
 EXECUTABLE_FILES = SCRIPT_NAMES
 
@@ -221,8 +222,12 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
             if name in EXECUTABLE_FILES:
                 mode = path.stat().st_mode
                 path.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
+        if JOB_SCRIPT in files:  # Slurm opens run/slurm-%j.log before anything starts
+            (staged / RUN_DIRECTORY).mkdir()
         with _signals_blocked():
             if parent is directory:
+                if JOB_SCRIPT in files:
+                    (directory / RUN_DIRECTORY).mkdir(exist_ok=True)
                 # The marker first: a folder that is cut off half way is still known as ours. The
                 # plan last.
                 (directory / PLAN_FILE).unlink(missing_ok=True)

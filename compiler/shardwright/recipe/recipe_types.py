@@ -311,7 +311,8 @@ class SlurmSection:
     """Holds the options of the Slurm job, as sbatch names them.
 
     signal_seconds: seconds before the time limit at which the job saves and stops. gres: None is
-    --gpus-per-node with the plan's number. cpus_per_node, mem: None is the cluster's default.
+    --gpus-per-node with the plan's number. cpus_per_node: None is all of the node with exclusive,
+    else launch_files.CORES_PER_GPU per GPU. mem: None is the cluster's default.
     extra: further #SBATCH options.
     """
 

@@ -10,6 +10,10 @@ from shardwright.utils.template_rendering import render_template
 
 PATCHED_MANIFESTS = ("launch/job.yaml", "launch/jobset.yaml")
 
+CORES_PER_GPU = 4
+"""Cores that a Slurm job asks for per GPU of a node that it shares, where the recipe names none.
+Slurm's own default is one core a node."""
+
 _FILES = (
     files
     for row in LAUNCHERS.values()
@@ -66,4 +70,5 @@ def _render(template: str, plan: Plan, path: str) -> str:
         root="../" * path.count("/"),  # the compiled folder, from the script's own
         container=POD_CONTAINER,
         service_name=kubernetes_name(plan.name),
+        shared_node_cores=plan.gpus_per_node * (1 if plan.is_cpu else CORES_PER_GPU),
     )

@@ -93,6 +93,8 @@ _ROWS = (
         templates={
             "launch.sh": "slurm.sh.j2",
             "launch/job.sh": "slurm_job.sh.j2",
+            "launch/preflight.sh": "slurm_preflight.sh.j2",
+            "launch/task.sh": "slurm_task.sh.j2",
             "launch/node.sh": "node.sh.j2",
         },
         program="sbatch",

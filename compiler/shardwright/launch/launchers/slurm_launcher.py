@@ -54,7 +54,7 @@ def submit(plan: Plan, folder: Path, resume: str) -> None:
     print(f"log          {folder / 'run' / f'slurm-{job[1]}.log'}")
     print(
         f"stop         touch {folder / 'run' / 'stop'}  (saves a checkpoint; scancel {job[1]} "
-        "does not)"
+        "leaves Slurm's KillWait for it, 30 s by default)"
     )
 
 

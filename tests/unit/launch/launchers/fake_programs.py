@@ -17,13 +17,21 @@ _SHIMS = {
         'echo "RANK=$RANK WORLD_SIZE=$WORLD_SIZE LOCAL_RANK=$LOCAL_RANK set=${SET_UP:-} '
         'note=${NOTE:-}"\n'
     ),
-    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"\n',
+    "srun": (
+        "while [[ $1 == --* ]]; do shift; done\n"
+        '[[ $2 == launch/preflight.sh ]] || SLURM_NODEID=1 exec "$@"\n'
+        'for SLURMD_NODENAME in n1 n2; do export SLURMD_NODENAME; "$@"; done\n'
+    ),
     "sbatch": (
         "export SLURM_JOB_ID=12 SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST='n[1-2]'; shift; "
         'bash "$@"\n'
     ),
     "scontrol": "printf 'n1\\nn2\\n'\n",
-    "shardwright": "bash launch.sh\n",
+    "shardwright": (
+        "mkdir -p run; bash launch.sh; code=$?\n"
+        '[[ -n ${NOT_DONE:-} ]] || echo \'{"status": "done"}\' >run/status.json\n'
+        "exit $code\n"
+    ),
     "kubectl": "",
 }
 _QUIET = ("scontrol",)

@@ -134,7 +134,6 @@ def test_slurm_job_finds_shardwright_where_the_set_up_script_puts_it(
         f"PATH={tmp_path}/venv:$PATH; cd /\n"
     )
     out = compiled({"launcher": "slurm", "setup_script": "setup.sh"})
-    (out / "run").mkdir()
     (tmp_path / "go").write_text("cd out && exec sbatch --parsable launch/job.sh auto\n")
     done = start(out, path, script="../go")
     assert done.returncode == 0, done.stderr
@@ -146,12 +145,11 @@ def test_slurm_from_submission_to_a_nodes_ranks(compiled: Compile, tmp_path: Pat
     deepspeed."""
     out = compiled({"launcher": "slurm", "setup_script": "setup.sh", "env": {"NOTE": "two words"}})
     path = install(tmp_path / "bin")
-    (out / "run").mkdir()
     (tmp_path / "go").write_text("cd out && exec sbatch --parsable launch/job.sh never\n")
     done = start(out, path, script="../go")
     assert done.returncode == 0, done.stderr
     assert "shardwright:<run><.><--resume><never>" in done.stdout
-    nodes = "<--nodes=2><--ntasks=2><--ntasks-per-node=1><--cpu-bind=none><--kill-on-bad-exit=1><bash><launch/node.sh>"  # noqa: E501
+    nodes = "<--nodes=2><--ntasks=2><--ntasks-per-node=1><--cpu-bind=none><--kill-on-bad-exit=1><bash><launch/task.sh>"  # noqa: E501
     assert f"srun:{nodes}" in done.stdout
     assert "<--node_rank><1><--master_addr><n1><--master_port><20012><train.py>" in done.stdout
     assert (

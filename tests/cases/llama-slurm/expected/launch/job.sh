@@ -17,9 +17,9 @@
 #SBATCH --mail-type=END
 #SBATCH --comment="a second try"
 #SBATCH --licenses=matlab
-# The batch job of llama-slurm: `shardwright run` submits it from the folder, where Slurm starts it.
+# The batch job of llama-slurm: `shardwright run` submits it from the folder, where Slurm starts it. It exits with 75 where the run is not done.
 set -euo pipefail
-resume=${1:-auto}
+resume=${1:-auto} left_out=${2:-'gpu-[3,7-9]'} submissions=${3:-0}
 [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || resume=auto # it was queued again: go on where it stopped
 SHARDWRIGHT_FOLDER=$PWD
 set +eu +o pipefail # the user's script is not written for them, and may go elsewhere
@@ -38,16 +38,46 @@ source "$SHARDWRIGHT_FOLDER/launch/setup.sh"
 trap - ERR
 set -euo pipefail
 CDPATH='' cd -- "$SHARDWRIGHT_FOLDER"
+
+check_nodes() { # prints the nodes that are not fit to train
+  local report node line
+  report=$(timeout 300 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none bash launch/preflight.sh) || true
+  if [[ $report != *shardwright-node* ]]; then
+    echo "job.sh: no node answers launch/preflight.sh; the nodes are not checked" >&2
+    return
+  fi
+  for node in $(scontrol show hostnames "${SLURM_JOB_NODELIST:-}"); do
+    line=$(grep -m 1 "^shardwright-node $node " <<<"$report") || line=
+    line=${line#"shardwright-node $node "}
+    if [[ $line != ok ]]; then
+      echo "job.sh: node $node: ${line:-no answer}" >&2
+      echo "$node"
+    fi
+  done
+}
+bad=$(check_nodes)
+if [[ -n $bad ]]; then
+  left_out+=${left_out:+,}${bad//$'\n'/,}
+  if ((submissions < 3)); then
+    sbatch --exclude="$left_out" launch/job.sh "$resume" "$left_out" "$((submissions + 1))"
+    echo "job.sh: submitted again without $left_out" >&2
+    exit 75
+  fi
+  echo "job.sh: submit the job without these nodes: sbatch --exclude=$left_out launch/job.sh $resume" >&2
+  exit 75
+fi
+
 shardwright run . --resume "$resume" &
-run=$!
-told=
-trap 'told=1; kill -USR1 "$run"' USR1 # shortly before the end: the ranks save a checkpoint and stop
-code=138
-while ((code == 138)); do # the signal ends `wait`, not the run
-  code=0
-  wait "$run" || code=$?
+child=$! signals=0
+# USR1 comes shortly before the time limit, TERM before Slurm ends or preempts the job: the ranks save a checkpoint and stop.
+trap 'signals=$((signals + 1)); kill -USR1 "$child" || true' USR1 TERM
+seen=-1
+while ((seen != signals)); do # a signal ends `wait`, not the process
+  seen=$signals code=0
+  wait "$child" || code=$?
 done
-if [[ -n $told ]] && ((code == 0)) && grep -q '"status": "preempted"' run/status.json; then
-  scontrol requeue "$SLURM_JOB_ID"
+if ((code == 0)) && ! grep -q '"status": "done"' run/status.json; then
+  ((signals == 0)) || scontrol requeue "$SLURM_JOB_ID" || true
+  code=75
 fi
 exit "$code"

@@ -1,0 +1,218 @@
+"""launch/job.sh from its start to its exit code: cores, bad nodes, signals, and runs that are not
+done."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.compile.compiled_folder import write_folder
+from shardwright.compile.recipe_compiler import compile_recipe
+from shardwright.recipe.recipe_loader import load_recipe
+from tests.unit.launch.launchers.fake_programs import install
+from tests.unit.launch.launchers.two_node_recipes import TWO_NODES, Compile
+
+ALLOCATION = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+}
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def job(
+    out: Path, folder: Path, *arguments: str, programs: dict[str, str], **env: str
+) -> subprocess.Popen[str]:
+    """Start launch/job.sh in an allocation of n1 and n2, as Slurm does."""
+    path = install(folder)
+    for name, text in programs.items():
+        program(folder, name, text)
+    return subprocess.Popen(
+        ["bash", "launch/job.sh", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=out,
+        env={"PATH": path, **ALLOCATION, **env},
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=60)
+    return process.returncode, out, error
+
+
+GPUS = (
+    '[[ $1 != --list-gpus ]] || for ((i = 0; i < ${{GPUS_{0}:-2}}; i++)); do echo "GPU $i: A"; done'
+)
+SMI = "\n".join(
+    (
+        "case $SLURMD_NODENAME in",
+        f"n1) {GPUS.format('n1')} ;;",
+        f"n2) {GPUS.format('n2')} ;;",
+        "esac",
+        "name=REMAP_$SLURMD_NODENAME",
+        "[[ $1 != --query-remapped-rows=* ]] || echo ${!name:-0}",
+    )
+)
+SBATCH = "printf 'sbatch:'; printf '<%s>' \"$@\"; echo"
+
+
+def test_slurm_can_open_the_log_of_the_first_job(compiled: Compile) -> None:
+    for _ in range(2):  # onto the earlier output, too
+        out = compiled({"slurm": {}})
+        assert "#SBATCH --output=run/slurm-%j.log" in (out / "launch/job.sh").read_text()
+        (out / "run").rmdir()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "cluster", "cores"),
+    [
+        ({"exclusive": False}, {}, 8),
+        ({"exclusive": False, "cpus_per_node": 48}, {}, 48),
+        ({"exclusive": True}, {}, None),
+        ({"exclusive": False}, {"gpu": "cpu", "gpus_per_node": 2}, 2),
+    ],
+)
+def test_a_rank_never_gets_one_core_by_accident(
+    slurm: dict[str, Any], cluster: dict[str, Any], cores: int | None, compiled: Compile
+) -> None:
+    out = compiled({"slurm": slurm}, cluster={**TWO_NODES["cluster"], **cluster})
+    words = (out / "launch/job.sh").read_text().splitlines()
+    told = [word for word in words if word.startswith("#SBATCH --cpus-per-task")]
+    assert told == ([] if cores is None else [f"#SBATCH --cpus-per-task={cores}"])
+
+
+def test_good_nodes_start_the_run(compiled: Compile, tmp_path: Path) -> None:
+    out = compiled({"slurm": {}})
+    code, printed, error = ended(job(out, tmp_path / "bin", programs={"nvidia-smi": SMI}))
+    assert code == 0 and "shardwright:<run><.><--resume><auto>" in printed and not error
+
+
+@pytest.mark.parametrize(
+    ("trouble", "cause"),
+    [
+        ({"GPUS_n2": "1"}, "only 1 of 2 GPUs answer"),
+        ({"REMAP_n2": "1"}, "a GPU cannot replace damaged memory rows"),
+    ],
+)
+def test_a_bad_node_is_left_out(
+    trouble: dict[str, str], cause: str, compiled: Compile, tmp_path: Path
+) -> None:
+    programs = {"nvidia-smi": SMI, "sbatch": SBATCH}
+    out = compiled({"slurm": {"requeue": True, "exclude": "n9"}})
+    code, printed, error = ended(job(out, tmp_path / "bin", "never", programs=programs, **trouble))
+    assert code == 75 and "shardwright:" not in printed
+    assert f"job.sh: node n2: {cause}" in error and "node n1" not in error
+    assert "sbatch:<--exclude=n9,n2><launch/job.sh><never><n9,n2><1>" in printed
+    again = job(out, tmp_path / "bin", "auto", "n9,n7", "2", programs=programs, **trouble)
+    assert "sbatch:<--exclude=n9,n7,n2><launch/job.sh><auto><n9,n7,n2><3>" in ended(again)[1]
+    last = ended(job(out, tmp_path / "bin", "auto", "n9,n7", "3", programs=programs, **trouble))
+    assert last[0] == 75 and "sbatch:" not in last[1]
+    assert "sbatch --exclude=n9,n7,n2 launch/job.sh auto" in last[2]
+
+
+def test_without_requeue_a_bad_node_is_named(compiled: Compile, tmp_path: Path) -> None:
+    programs = {"nvidia-smi": SMI, "sbatch": SBATCH}
+    out = compiled({"slurm": {}})
+    code, printed, error = ended(job(out, tmp_path / "bin", programs=programs, GPUS_n1="0"))
+    assert code == 75 and "sbatch:" not in printed and "shardwright:" not in printed
+    assert "sbatch --exclude=n1 launch/job.sh auto" in error
+
+
+def test_nodes_that_do_not_answer(compiled: Compile, tmp_path: Path) -> None:
+    """One of two is bad; if none answers, srun is at fault, which the run itself will say."""
+    out = compiled({"slurm": {}})
+    one = {"srun": 'echo "shardwright-node n1 ok"'}
+    code, printed, error = ended(job(out, tmp_path / "bin", programs=one))
+    assert code == 75 and "job.sh: node n2: no answer" in error and "shardwright:" not in printed
+    none = {"srun": "exit 1"}
+    code, printed, error = ended(job(out, tmp_path / "bin", programs=none))
+    assert "the nodes are not checked" in error and "shardwright:<run>" in printed
+
+
+RUN = (
+    "trap 'echo told; sleep 0.3; exit 0' USR1; mkdir -p run\n"
+    'echo \'{"status": "STATUS"}\' >run/status.json; touch run/began\n'
+    "while :; do sleep 0.05; done"
+)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(("status", "expected"), [("preempted", 75), ("done", 0)])
+def test_a_signal_asks_the_run_to_stop(
+    name: str, status: str, expected: int, compiled: Compile, tmp_path: Path
+) -> None:
+    out = compiled({"slurm": {"requeue": True}})
+    programs = {
+        "shardwright": RUN.replace("STATUS", status),
+        "scontrol": "[[ $1 != requeue ]] || echo \"scontrol:$*\"; printf 'n1\\nn2\\n'",
+    }
+    process = job(out, tmp_path / "bin", programs=programs)
+    await_file(out / "run" / "began")
+    process.send_signal(getattr(signal, name))
+    code, printed, error = ended(process)
+    assert (code, "told" in printed) == (expected, True), error
+    assert ("scontrol:requeue 12" in printed) == (status == "preempted")
+
+
+def test_a_job_whose_run_is_not_done_does_not_succeed(compiled: Compile, tmp_path: Path) -> None:
+    out = compiled({"slurm": {}})
+    programs = {"shardwright": 'mkdir -p run; echo \'{"status": "preempted"}\' >run/status.json'}
+    assert ended(job(out, tmp_path / "bin", programs=programs))[0] == 75
+    failed = {"shardwright": "exit 3"}
+    assert ended(job(out, tmp_path / "bin", programs=failed))[0] == 3
+
+
+def test_sigterm_to_a_nodes_task_is_a_request_to_stop(compiled: Compile, tmp_path: Path) -> None:
+    out = compiled({"slurm": {}})
+    path = install(tmp_path / "bin")
+    waits = "mkdir -p run; touch run/began; until [[ -e run/stop ]]; do sleep 0.05; done; sleep 0.3"
+    program(tmp_path / "bin", "deepspeed", f"{waits}; echo saved; exit 4")
+    process = subprocess.Popen(
+        ["bash", "launch/task.sh"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=out,
+        env={"PATH": path, **ALLOCATION, "SLURM_NODEID": "0", "MASTER_ADDR": "n1"},
+    )
+    await_file(out / "run" / "began")
+    assert not (out / "run" / "stop").exists()
+    process.terminate()
+    code, printed, error = ended(process)
+    assert (code, printed) == (4, "saved\n"), error
+
+
+def test_every_script_is_valid_bash(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("true\n")
+    for number, launch in enumerate(
+        (
+            {"slurm": {"requeue": True, "exclude": "n9"}, "setup_script": "setup.sh"},
+            {"slurm": {"container": {"image": "i"}, "exclusive": False}},
+            {"launcher": "pdsh", "setup_script": "setup.sh", "env_from": ["TOKEN"]},
+        )
+    ):
+        out = tmp_path / str(number)
+        recipe = load_recipe(write_recipe({**TWO_NODES, "launch": launch}))
+        write_folder(out, compile_recipe(recipe).files)
+        for script in out.rglob("*.sh"):
+            done = subprocess.run(["bash", "-n", str(script)], capture_output=True)
+            assert done.stderr == b"", script
+
+
+def await_file(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.02)
