@@ -334,7 +334,8 @@ class SlurmSection:
 
 
 POD_CONTAINER = "ranks"
-POD_LABEL = "app.kubernetes.io/name"
+POD_LABEL = "shardwright/run"
+"""Labels the pods of a run, and nothing else in the cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +355,7 @@ class KubernetesSection:
     secret: str | None
     gpu_resource: str
     restarts: int
-    kind: str = "job"  # job | jobset
+    kind: str = "auto"  # job | jobset; auto in a recipe only
     labels: Mapping[str, str] = field(default_factory=dict)
     pod_patch: JsonObject = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from shardwright.launch.launchers.job_scheduler import (
 )
 from shardwright.plan.plan import Plan
 from shardwright.recipe.kubernetes_pod_patch import POD_TEMPLATE_TYPE, PodFieldType, pod_fields_of
+from shardwright.recipe.recipe_types import POD_CONTAINER
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 # A Kubernetes manifest with the recipe's patch of the pod template merged in, as `kubectl patch`
@@ -40,9 +41,28 @@ def apply_pod_patch(manifest: str, patch: JsonObject) -> str:
     for job in spec.get("replicatedJobs", []):
         spec = job["template"]["spec"]
     _merge_fields(spec["template"], patch, POD_TEMPLATE_TYPE)
+    _follow_patch(spec["template"]["spec"], patch)
     out = io.StringIO()
     yaml.dump(document, out)
     return out.getvalue()
+
+
+def _follow_patch(pod: MutableMapping[str, Any], patch: JsonObject) -> None:
+    """Change what a patch implies and does not say: a pod on its host's network asks the cluster's
+    DNS for the other pods, and a limit of memory is the request, too."""
+    if pod.get("hostNetwork") and "dnsPolicy" not in pod:
+        pod["dnsPolicy"] = "ClusterFirstWithHostNet"
+    containers = cast(JsonObject, patch.get("spec") or {}).get("containers") or []
+    for container in cast("list[JsonObject]", containers):
+        resources = cast(JsonObject, container.get("resources") or {})
+        limits, requests = (
+            cast(JsonObject, resources.get(key) or {}) for key in ("limits", "requests")
+        )
+        if container["name"] == POD_CONTAINER and "memory" in limits and "memory" not in requests:
+            ranks = next(each for each in pod["containers"] if each["name"] == POD_CONTAINER)
+            ranks["resources"]["requests"].pop("memory", None)
+            if not ranks["resources"]["requests"]:
+                del ranks["resources"]["requests"]
 
 
 def _merge_fields(target: MutableMapping[str, Any], patch: JsonObject, type_name: str) -> None:
@@ -161,9 +181,13 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
             if answer.code != 0:
                 gone = f"kubectl delete -f launch/{path.name}"
                 exists = "AlreadyExists" in answer.err
+                no_controller = 'no matches for kind "JobSet"' in answer.err
                 help = (
                     f"Delete the earlier object first: `{gone}`."
                     if exists
+                    else "Install the JobSet controller (https://jobset.sigs.k8s.io), or set "
+                    "launch.kubernetes.kind: job, and compile again."
+                    if no_controller
                     else "Change launch.kubernetes, and compile again."
                 )
                 refused.append(

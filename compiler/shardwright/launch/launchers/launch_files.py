@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+
 from shardwright.launch.launchers.kubernetes_launcher import apply_pod_patch
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.layout.zero_settings import offloaded_bytes
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import POD_CONTAINER
+from shardwright.recipe.recipe_types import POD_CONTAINER, POD_LABEL
 from shardwright.utils.template_rendering import render_template
 
 PATCHED_MANIFESTS = ("launch/job.yaml", "launch/jobset.yaml")
@@ -53,11 +57,35 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
     return {name: text.encode("utf-8") for name, text in files.items()}
 
 
-def kubernetes_name(name: str) -> str:
-    """The recipe's name as that of a Service, which its Job and pods share: lower-case letters,
-    digits and hyphens, a letter first, short enough for a pod's number behind it."""
+MAX_SERVICE_NAME = 52
+"""Characters of the name that a Service, its Job and its pods share: a pod's number follows."""
+MAX_JOBSET_NAME = 43
+"""With -ranks-0-12345-abcde behind it a pod's name has 63 characters at most."""
+FINISHED_JOB_SECONDS = 7 * 24 * 3600
+"""Is how long a job that has ended stays in the cluster."""
+HOST_BYTES_PER_GPU = 8 * 2**30
+"""Estimates what a rank takes of its host: CUDA's libraries, pinned buffers, weights as they are
+read."""
+
+
+def kubernetes_name(name: str, most: int = MAX_SERVICE_NAME) -> str:
+    """The recipe's name as that of a Service or JobSet: lower-case letters, digits and hyphens, a
+    letter first. A name that is cut ends with a hash, so that two never become one."""
     text = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-")
-    return (text if text[:1].isalpha() else f"run-{text}").rstrip("-")[:52].rstrip("-")
+    text = (text if text[:1].isalpha() else f"run-{text}").rstrip("-")
+    if len(text) <= most:
+        return text
+    suffix = hashlib.sha256(name.encode("utf-8")).hexdigest()[:8]
+    return f"{text[: most - 9].rstrip('-')}-{suffix}"
+
+
+def requested_memory_gib(plan: Plan) -> int:
+    """Return the GiB of host memory that a pod asks for."""
+    rank_bytes = plan.predicted.memory.peak_bytes if plan.is_cpu else HOST_BYTES_PER_GPU
+    offloaded = offloaded_bytes(
+        plan.optimizer.name, plan.strategy.offload, plan.model.total_parameters, plan.nodes
+    )
+    return math.ceil((plan.gpus_per_node * rank_bytes + offloaded) / 2**30)
 
 
 def _render(template: str, plan: Plan, path: str) -> str:
@@ -70,5 +98,9 @@ def _render(template: str, plan: Plan, path: str) -> str:
         root="../" * path.count("/"),  # the compiled folder, from the script's own
         container=POD_CONTAINER,
         service_name=kubernetes_name(plan.name),
+        jobset_name=kubernetes_name(plan.name, MAX_JOBSET_NAME),
+        pod_label=POD_LABEL,
+        memory_request_gib=requested_memory_gib(plan),
+        finished_job_seconds=FINISHED_JOB_SECONDS,
         shared_node_cores=plan.gpus_per_node * (1 if plan.is_cpu else CORES_PER_GPU),
     )

@@ -16,7 +16,13 @@ from shardwright.diagnostics.secret_values import MASK, is_secret_name, without_
 from shardwright.plan.folder_paths import HOSTFILE, SETUP_SCRIPT
 from shardwright.plan.hostfile import SHELL_SAFE
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, LaunchSection, Recipe, SlurmSection
+from shardwright.recipe.recipe_types import (
+    BUILT_IN_DATASETS,
+    KubernetesSection,
+    LaunchSection,
+    Recipe,
+    SlurmSection,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +132,9 @@ _ROWS = (
     ),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ROWS}
+MIN_JOBSET_NODES = 4
+"""Nodes from which `launch.kubernetes.kind: auto` is a JobSet: a Job restarts pods one by one, and
+counts each."""
 SINGLE_NODE_LAUNCHER, MULTI_NODE_LAUNCHER = "local", "pdsh"
 """`auto`, where the recipe has no scheduler's section."""
 
@@ -156,8 +165,15 @@ def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> Laun
         env_from=tuple(sorted(set(launch.env_from))),
         setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
         slurm=(launch.slurm or SlurmSection(mem="0")) if launcher.name == "slurm" else None,
-        kubernetes=launch.kubernetes if launcher.name == "kubernetes" else None,
+        kubernetes=_with_kind(launch.kubernetes, nodes) if launcher.name == "kubernetes" else None,
     )
+
+
+def _with_kind(section: KubernetesSection | None, nodes: int) -> KubernetesSection | None:
+    """Resolve `kind: auto`."""
+    if section is None or section.kind != "auto":
+        return section
+    return dataclasses.replace(section, kind="jobset" if nodes >= MIN_JOBSET_NODES else "job")
 
 
 # What a launcher cannot do with a recipe, and what its ranks would not see of a plan.

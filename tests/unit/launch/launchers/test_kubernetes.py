@@ -17,8 +17,10 @@ from ruamel.yaml import YAML
 
 from shardwright.diagnostics import Refusal
 from shardwright.launch.launchers.launch_files import kubernetes_name
+from shardwright.launch.launchers.launcher_table import plan_launch
 from shardwright.recipe import kubernetes_pod_patch
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import POD_LABEL
 from tests.unit.launch.launchers.fake_programs import install, start
 from tests.unit.launch.launchers.two_node_recipes import KUBERNETES, TWO_NODES, Compile
 from tools.generate import kubernetes_pod_fields
@@ -72,7 +74,10 @@ def test_kubernetes_is_an_indexed_job_with_a_pod_a_node(compiled: Compile) -> No
     # A pod's name in DNS is JOB-INDEX.SUBDOMAIN, for which the service must carry the subdomain's
     # name.
     assert pod["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"] == "small"
-    assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == {POD_LABEL: "small"}
+    assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    rules = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rules[0]["labelSelector"] == {"matchLabels": service["spec"]["selector"]}
     assert {"name": "MASTER_ADDR", "value": "small-0.small"} in container["env"]
     token = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "tokens", "key": "TOKEN"}}}
     assert token in container["env"]
@@ -110,10 +115,11 @@ def test_kubernetes_jobset_starts_all_pods_again(compiled: Compile) -> None:
     (container,) = job["template"]["spec"]["containers"]
     assert {"name": "MASTER_ADDR", "value": "small-ranks-0-0.small"} in container["env"]
     assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == container["name"]
+    longer = read(compiled({"kubernetes": section}, name="x" * 63) / "launch/jobset.yaml")
     long = read(compiled({"kubernetes": section}, name="x" * 64) / "launch/jobset.yaml")[
         "metadata"
     ]["name"]
-    assert len(f"{long}-ranks-0-12799-abcde") <= 63
+    assert len(f"{long}-ranks-0-12799-abcde") <= 63 and longer["metadata"]["name"] != long
 
 
 PATCH: dict[str, Any] = {
@@ -160,7 +166,7 @@ def test_kubernetes_pod_patch(kind: str, compiled: Compile) -> None:
     )
     template, pod = job["template"], job["template"]["spec"]
     assert template["metadata"] == {
-        "labels": {"app.kubernetes.io/name": "small"},
+        "labels": {"app.kubernetes.io/name": "small", POD_LABEL: "small"},
         "annotations": {"on": "yes"},
     }
     assert (pod["tolerations"], pod["nodeSelector"]) == (
@@ -290,8 +296,91 @@ def test_kubernetes_pod_starts_its_nodes_ranks(compiled: Compile, tmp_path: Path
         ("7b", "run-7b"),
         ("-a-", "a"),
         ("...", "run"),
-        ("x" * 64, "x" * 52),
+        ("x" * 52, "x" * 52),
+        ("x" * 64, f"{'x' * 43}-7ce10097"),
     ],
 )
 def test_kubernetes_name(name: str, expected: str) -> None:
     assert kubernetes_name(name) == expected
+
+
+def test_names_that_are_cut_do_not_collide() -> None:
+    a, b = (kubernetes_name(f"{'run-' * 14}{end}") for end in ("lr1", "lr2"))
+    assert a != b and len(a) == len(b) == 52
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "expected"),
+    [(3, None, "job"), (4, None, "jobset"), (64, "job", "job"), (2, "jobset", "jobset")],
+)
+def test_a_jobset_from_four_nodes_on(
+    nodes: int, kind: str | None, expected: str, write_recipe: Callable[..., Path]
+) -> None:
+    section = KUBERNETES if kind is None else {**KUBERNETES, "kind": kind}
+    launch = load_recipe(write_recipe({**TWO_NODES, "launch": {"kubernetes": section}})).launch
+    planned = plan_launch(launch, nodes, reads_hosts=True).kubernetes
+    assert planned is not None and (planned.kind, planned.restarts) == (expected, 20)
+
+
+def test_four_nodes_are_compiled_to_a_jobset(compiled: Compile) -> None:
+    parallelism = {"tensor": 1, "pipeline": 4, "data": 1, "zero_stage": 1, "micro_batch_size": 1}
+    cluster = {**TWO_NODES["cluster"], "nodes": 4, "gpus_per_node": 1}
+    out = compiled({"kubernetes": KUBERNETES}, cluster=cluster, parallelism=parallelism)
+    jobset = read(out / "launch/jobset.yaml")
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 20
+    assert jobset["spec"]["ttlSecondsAfterFinished"] == 604800
+    (ranks,) = jobset["spec"]["replicatedJobs"]  # it is gone with the JobSet, not before it
+    assert "ttlSecondsAfterFinished" not in ranks["template"]["spec"]
+    assert "launch.kubernetes.kind: job" in (out / "launch.sh").read_text()
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_what_a_pod_asks_for(kind: str, compiled: Compile) -> None:
+    out = compiled({"kubernetes": {**KUBERNETES, "kind": kind}})
+    manifest = read(out / f"launch/{kind}.yaml")
+    job = (
+        manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+        if kind == "jobset"
+        else manifest["spec"]
+    )
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False and "dnsPolicy" not in pod
+    assert container["resources"]["requests"] == {"memory": "16Gi"}  # 2 ranks
+    stop = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert stop == ["bash", "-c", "touch /shared/run/run/stop; sleep 600"]
+    assert kind == "jobset" or manifest["spec"]["ttlSecondsAfterFinished"] == 604800
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize(
+    ("patch", "policy"),
+    [
+        ({"hostNetwork": True}, "ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "Default"}, "Default"),
+        ({"hostNetwork": False}, None),
+    ],
+)
+def test_pods_on_their_hosts_network_find_each_other(
+    kind: str, patch: dict[str, Any], policy: str | None, compiled: Compile
+) -> None:
+    section = {**KUBERNETES, "kind": kind, "pod_patch": {"spec": patch}}
+    manifest = read(compiled({"kubernetes": section}) / f"launch/{kind}.yaml")
+    job = (
+        manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+        if kind == "jobset"
+        else manifest["spec"]
+    )
+    assert job["template"]["spec"].get("dnsPolicy") == policy
+
+
+def test_a_limit_of_memory_is_the_request(compiled: Compile) -> None:
+    def requests(**resources: Any) -> Any:
+        patch = {"spec": {"containers": [{"name": "ranks", "resources": resources}]}}
+        out = compiled({"kubernetes": {**KUBERNETES, "pod_patch": patch}})
+        pod = read(out / "launch/job.yaml")["spec"]["template"]["spec"]
+        return pod["containers"][0]["resources"].get("requests")
+
+    assert requests(limits={"memory": "4Gi"}) is None  # Kubernetes takes the limit
+    assert requests(limits={"memory": "4Gi"}, requests={"memory": "2Gi"}) == {"memory": "2Gi"}
+    assert requests(requests={"cpu": 8}) == {"memory": "16Gi", "cpu": 8}
