@@ -31,6 +31,7 @@ from tests.cases.golden_figures import (
     split_figures,
     write_figures,
 )
+from tests.unit.launch.launchers.fake_programs import shell_warnings
 
 HERE = Path(__file__).parent
 CASES = sorted(path.parent for path in HERE.glob("*/recipe.yaml"))
@@ -244,6 +245,7 @@ class TestInvariants:
         ]
         for script in scripts:
             assert subprocess.run(["bash", "-n"], input=script, capture_output=True).stderr == b""
+            assert shell_warnings(script) == ""
 
     def test_no_artifact_shards_twice_or_names_a_clock(
         self, name: str, compiled: dict[str, CompileResult]

@@ -23,6 +23,7 @@ done
 [[ $PWD =~ $safe ]] || { echo "launch.sh: pdsh cannot pass the path $PWD" >&2; exit 1; }
 # A command line can be read by everybody: these values go by ssh into each host's memory, where the ranks take them.
 values() {
+  # shellcheck disable=SC2043 # one name or more
   for name in SHARDWRIGHT_TOKEN; do
     if [[ -v $name ]]; then printf '%s=%s\0' "$name" "${!name}"; fi
   done

@@ -29,6 +29,7 @@ for name in MASTER_ADDR MASTER_PORT SHARDWRIGHT_PYTHON PYTHONUNBUFFERED NCCL_DEB
 done
 # By name: mpirun takes their values from its own environment, and hands them on beside every command line.
 by_name=
+# shellcheck disable=SC2043 # one name or more
 for name in SHARDWRIGHT_TOKEN; do
   if [[ -v $name ]]; then by_name+=" -x $name"; fi
 done

@@ -3,6 +3,7 @@ the real one."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def install(folder: Path) -> str:
         (folder / name).write_text(("#!/usr/bin/env bash\n" if name in _QUIET else _PRINT) + rest)
         (folder / name).chmod(0o755)
     return f"{folder}:/usr/bin:/bin"
+
+
+def shell_warnings(script: bytes) -> str:
+    """What shellcheck says of a script; "" where it is not installed."""
+    if shutil.which("shellcheck") is None:
+        return ""
+    command = ["shellcheck", "--severity=warning", "--shell=bash", "-"]
+    return subprocess.run(command, input=script, capture_output=True).stdout.decode("utf-8")
 
 
 def start(

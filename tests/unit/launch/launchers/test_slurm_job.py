@@ -15,8 +15,8 @@ import pytest
 from shardwright.compile.compiled_folder import write_folder
 from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
-from tests.unit.launch.launchers.fake_programs import install
-from tests.unit.launch.launchers.two_node_recipes import TWO_NODES, Compile
+from tests.unit.launch.launchers.fake_programs import install, shell_warnings
+from tests.unit.launch.launchers.two_node_recipes import KUBERNETES, TWO_NODES, Compile
 
 ALLOCATION = {
     "SLURM_JOB_ID": "12",
@@ -201,6 +201,10 @@ def test_every_script_is_valid_bash(write_recipe: Callable[..., Path], tmp_path:
             {"slurm": {"requeue": True, "exclude": "n9"}, "setup_script": "setup.sh"},
             {"slurm": {"container": {"image": "i"}, "exclusive": False}},
             {"launcher": "pdsh", "setup_script": "setup.sh", "env_from": ["TOKEN"]},
+            {"launcher": "pdsh"},
+            {"launcher": "openmpi", "setup_script": "setup.sh"},
+            {"launcher": "no_ssh", "setup_script": "setup.sh", "master_addr": "a"},
+            {"kubernetes": {**KUBERNETES, "kind": "jobset"}, "setup_script": "setup.sh"},
         )
     ):
         out = tmp_path / str(number)
@@ -209,6 +213,7 @@ def test_every_script_is_valid_bash(write_recipe: Callable[..., Path], tmp_path:
         for script in out.rglob("*.sh"):
             done = subprocess.run(["bash", "-n", str(script)], capture_output=True)
             assert done.stderr == b"", script
+            assert shell_warnings(script.read_bytes()) == "", script
 
 
 def await_file(path: Path) -> None:
