@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.recipe.sbatch_options import options as sbatch_options
-from tests.launch.slurm_cluster import SPARE, output, slurm, state, wait_for, why_not
+from tests.launch.slurm_cluster import NODES, SPARE, output, slurm, state, wait_for, why_not
 from tests.parity.harness import (
     STEPS,
     Case,
@@ -67,6 +67,39 @@ def test_slurm_trains_over_two_nodes_like_one_process(tmp_path: Path) -> None:
             assert [rank["rank"] for rank in ranks] == [0, 1]
 
         compare(Case(model="llama", pipeline=2, nodes=2, launcher="slurm"), tmp_path, start)
+
+
+@needs_slurm
+def test_slurm_leaves_out_a_node_that_fails_the_preflight(tmp_path: Path) -> None:
+    """The job submits itself again without the node, and the run is done on the spare one."""
+    case = Case(model="llama", data=2, nodes=2, launcher="slurm")
+    write_inputs(case, tmp_path)
+    document = recipe(case, tmp_path)
+    document["training"] |= {"steps": 5}
+    document["data"] = {"kind": "synthetic"}
+    document["launch"]["slurm"] = {"requeue": True, "time": "30:00"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    out = tmp_path / "out"
+    words = ["compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]
+    must(
+        subprocess.run(
+            [sys.executable, "-m", "shardwright", *words], capture_output=True, text=True
+        )
+    )
+    bad, script = NODES[1], out / "launch" / "preflight.sh"
+    broken = f'[[ $SLURMD_NODENAME != {bad} ]] || answer "broken"\n'
+    script.write_text(script.read_text().replace("answer ok", f"{broken}answer ok"))
+    with slurm(tmp_path / "slurm", spare=True) as env:
+        job = submit(out, env)
+        ended = ("FAILED", "COMPLETED")
+        wait_for(lambda: state(env, job).get("JobState") in ended, 120)
+        assert state(env, job)["ExitCode"] == "75:0", log(out)
+        again = str(int(job) + 1)
+        wait_for(lambda: state(env, again).get("JobState") in ended, 300)
+        told = state(env, again)
+        assert (told["JobState"], told["ExcNodeList"]) == ("COMPLETED", bad), log(out)
+    assert f"job.sh: node {bad}: broken" in log(out)
+    assert json.loads((out / "run" / "status.json").read_text())["status"] == "done"
 
 
 @needs_slurm
