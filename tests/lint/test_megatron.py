@@ -163,7 +163,7 @@ def test_what_is_not_known_is_no_fault() -> None:
     """Options from outside may hold what is missing; a condition may decide on what clashes."""
     assert codes("torchrun pretrain_gpt.py --save ckpt --bf16") == ["SW4942"]
     assert codes("torchrun pretrain_gpt.py --save ckpt --bf16 $EXTRA") == []
-    assert codes("python -u $DIR/pretrain_gpt.py $EVERYTHING") == []
+    assert codes("python -u ${DIR}/pretrain_gpt.py $EVERYTHING") == []
     either = "if [ $HALF ]; then A=(--fp16); else A=(--bf16); fi\npython pretrain_gpt.py "
     assert codes(either + "${A[@]}") == []
     assert codes(either + "${A[@]} --fp16 --bf16") == ["SW4931"]

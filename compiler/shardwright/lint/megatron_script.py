@@ -137,7 +137,7 @@ _MODELOPT: dict[str, int | str] = {
     "--finetune-data-files": "+",
 }
 """Option -> how many values it takes: those that pretrain_gpt.py adds where ModelOpt is installed
-(megatron/post_training/arguments.py, which is in Megatron-LM and not in megatron-core)."""
+(megatron.post_training.arguments, which is in Megatron-LM and not in megatron-core)."""
 
 _TORCHRUN = re.compile(r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|rdzv[-_]\w+|master[-_]addr)")
 
