@@ -16,12 +16,12 @@ from tools.prove.proof_pieces import BENCHES, PIECES
 PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- made by `make generated` from benchmarks/ -->", "<!-- end -->"
 OLDER = "†"
-"""Marks a link to figures that were measured on other code than today's."""
+"""Marks a link to figures that were measured on other code than this."""
 NOTE = (
     f"{OLDER} The measured code has changed since this measurement. `make prove-list` lists the "
     "pieces to run again."
 )
-LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))( {OLDER})?")
+LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))(\s+{OLDER})?")
 
 AREAS = {
     "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
@@ -151,7 +151,11 @@ def written(page: str, older: frozenset[str]) -> str:
     linked = {area for _, area, _ in LINK.findall(f"{before}{table()}{after}")}
     note = f"\n\n{NOTE}" if older & linked else ""
     page = f"{before}{BEGIN}\n{table()}{note}\n{END}{after}"
-    return LINK.sub(lambda link: link[1] + (f" {OLDER}" if link[2] in older else ""), page)
+
+    def mark(link: re.Match[str]) -> str:
+        return link[1] + ((link[3] or f" {OLDER}") if link[2] in older else "")
+
+    return LINK.sub(mark, page)
 
 
 def states() -> dict[str, str]:

@@ -82,7 +82,6 @@ FAMILIES: dict[str, dict[str, JsonValue]] = {
 }
 LENGTH = 512
 SAMPLE = ("llama", "mistral-window", "phi3", "gemma2", "gpt2", "bloom", "mixtral")
-CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.prove) for name in FAMILIES]
 ELEMENT_BYTES = {torch.bfloat16: 2, torch.float32: 4}
 
 
@@ -148,7 +147,10 @@ def flops(graph: ModelGraph, length: int) -> tuple[int, int]:
     return forward, backward
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.prove) for n in FAMILIES],
+)
 def test_flops_are_those_that_torch_counts_on_the_whole_model(name: str) -> None:
     config = FAMILIES[name]
     for attention in attentions(config):
@@ -215,7 +217,10 @@ def tracked_bytes(
     return int(activations) - int(logits.untyped_storage().nbytes())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.prove) for n in FAMILIES],
+)
 def test_kept_bytes_are_those_that_the_memory_tracker_sees(name: str) -> None:
     """Not a length that was traced (128, 256); beyond the window of the types that have one."""
     config = FAMILIES[name]
