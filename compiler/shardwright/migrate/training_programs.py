@@ -93,8 +93,31 @@ _PREFERENCES = frozenset({"rm", "ppo", "dpo", "kto", "rlhf", "grpo", "orpo", "si
 _DEFAULT_OF_VERSION = "its default depends on {}'s version"
 
 
-def _by_version(program: str, **values: str) -> dict[str, str]:
-    return {name: f"{what}; {_DEFAULT_OF_VERSION.format(program)}" for name, what in values.items()}
+_MEANINGS = {
+    "per_device_train_batch_size": "sequences of a GPU at once",
+    "gradient_accumulation_steps": "steps of accumulation",
+    "num_train_epochs": "epochs; or write steps: or tokens: in its place",
+    "learning_rate": "the learning rate",
+    "lr_scheduler_type": "constant, linear, cosine or wsd",
+    "gradient_checkpointing": "none or full",
+    "bf16": "bf16, fp16 or fp32",
+    "adam_beta1": "two numbers",
+    "adam_beta2": "two numbers",
+    "adam_epsilon": "AdamW's eps",
+    "weight_decay": "the weight decay",
+    "max_grad_norm": "the norm that gradients are clipped to",
+    "warmup_steps": "updates with a rising learning rate",
+    "global_batch_size": "sequences of an optimizer step",
+    "zero_stage": "the ZeRO stage",
+    "max_seq_length": "tokens of a sequence",
+}
+"""Says what a user writes for a setting whose default is not known."""
+
+
+def _by_version(program: str, names: str, **own: str) -> dict[str, str]:
+    """Return the reason of each setting's FILL_IN. own: meanings that differ from _MEANINGS."""
+    default = _DEFAULT_OF_VERSION.format(program)
+    return {name: f"{own.get(name, _MEANINGS[name])}; {default}" for name in names.split()}
 
 
 _MEGATRON_ALIASES: dict[str, tuple[str, ValueMap | None]] = {
@@ -182,19 +205,10 @@ PROGRAMS = (
         },
         unknown_defaults=_by_version(
             "LLaMA-Factory",
-            per_device_train_batch_size="sequences of a GPU at once",
-            gradient_accumulation_steps="steps of accumulation",
-            num_train_epochs="epochs; or write steps: or tokens: in its place",
-            learning_rate="the learning rate",
-            lr_scheduler_type="constant, linear, cosine or wsd",
-            gradient_checkpointing="none or full",
-            bf16="bf16, fp16 or fp32",
-            adam_beta1="two numbers",
-            adam_beta2="two numbers",
-            adam_epsilon="AdamW's eps",
-            weight_decay="the weight decay",
-            max_grad_norm="the norm that gradients are clipped to",
-            warmup_steps="updates with a rising learning rate",
+            "per_device_train_batch_size gradient_accumulation_steps "
+            "num_train_epochs learning_rate lr_scheduler_type "
+            "gradient_checkpointing bf16 adam_beta1 adam_beta2 adam_epsilon "
+            "weight_decay max_grad_norm warmup_steps",
         ),
         reasons={
             "model_class": "the model's type says what it is",
@@ -219,8 +233,8 @@ PROGRAMS = (
         unknown_defaults={
             **_by_version(
                 "LLaMA-Factory",
+                "max_seq_length gradient_checkpointing",
                 max_seq_length="tokens of a sequence (cutoff_len)",
-                gradient_checkpointing="none or full",
             ),
         },
         untrainable={"stage": _PREFERENCES},
@@ -261,19 +275,11 @@ PROGRAMS = (
         },
         unknown_defaults=_by_version(
             "Axolotl",
+            "per_device_train_batch_size gradient_accumulation_steps "
+            "num_train_epochs learning_rate lr_scheduler_type "
+            "gradient_checkpointing bf16 adam_beta1 adam_beta2 adam_epsilon "
+            "weight_decay max_grad_norm warmup_steps",
             per_device_train_batch_size="sequences of a GPU at once (micro_batch_size)",
-            gradient_accumulation_steps="steps of accumulation",
-            num_train_epochs="epochs; or write steps: or tokens: in its place",
-            learning_rate="the learning rate",
-            lr_scheduler_type="constant, linear, cosine or wsd",
-            gradient_checkpointing="none or full",
-            bf16="bf16, fp16 or fp32",
-            adam_beta1="two numbers",
-            adam_beta2="two numbers",
-            adam_epsilon="AdamW's eps",
-            weight_decay="the weight decay",
-            max_grad_norm="the norm that gradients are clipped to",
-            warmup_steps="updates with a rising learning rate",
         ),
         untrainable={
             "rl": frozenset({"*"}),
@@ -312,14 +318,9 @@ PROGRAMS = (
         },
         unknown_defaults=_by_version(
             "ms-swift",
-            learning_rate="the learning rate",
-            lr_scheduler_type="constant, linear, cosine or wsd",
+            "learning_rate lr_scheduler_type gradient_checkpointing bf16 adam_beta1 "
+            "adam_beta2 weight_decay warmup_steps",
             gradient_checkpointing="none, selective or full",
-            bf16="bf16, fp16 or fp32",
-            adam_beta1="two numbers",
-            adam_beta2="two numbers",
-            weight_decay="the weight decay",
-            warmup_steps="updates with a rising learning rate",
         ),
         defaults={"adam_epsilon": 1e-8, "max_grad_norm": 1.0},
         defaults_of="Megatron-LM",
@@ -343,16 +344,9 @@ PROGRAMS = (
         },
         unknown_defaults=_by_version(
             "ms-swift",
-            per_device_train_batch_size="sequences of a GPU at once",
-            gradient_accumulation_steps="steps of accumulation",
-            learning_rate="the learning rate",
-            lr_scheduler_type="constant, linear, cosine or wsd",
-            gradient_checkpointing="none or full",
-            bf16="bf16, fp16 or fp32",
-            adam_beta1="two numbers",
-            adam_beta2="two numbers",
-            weight_decay="the weight decay",
-            warmup_steps="updates with a rising learning rate",
+            "per_device_train_batch_size gradient_accumulation_steps learning_rate "
+            "lr_scheduler_type gradient_checkpointing bf16 adam_beta1 adam_beta2 "
+            "weight_decay warmup_steps",
         ),
         defaults={"max_grad_norm": 1.0, "seed": 42, "adam_epsilon": 1e-8, "num_train_epochs": 3.0},
         defaults_of="ms-swift",
@@ -391,19 +385,9 @@ PROGRAMS = (
         },
         unknown_defaults=_by_version(
             "OpenRLHF",
-            global_batch_size="sequences of an optimizer step",
-            per_device_train_batch_size="sequences of a GPU at once",
-            num_train_epochs="epochs; or write steps: or tokens: in its place",
-            learning_rate="the learning rate",
-            lr_scheduler_type="constant, linear, cosine or wsd",
-            gradient_checkpointing="none or full",
-            bf16="bf16, fp16 or fp32",
-            zero_stage="the ZeRO stage",
-            adam_beta1="two numbers",
-            adam_beta2="two numbers",
-            weight_decay="the weight decay",
-            max_grad_norm="the norm that gradients are clipped to",
-            warmup_steps="updates with a rising learning rate",
+            "global_batch_size per_device_train_batch_size num_train_epochs "
+            "learning_rate lr_scheduler_type gradient_checkpointing bf16 zero_stage "
+            "adam_beta1 adam_beta2 weight_decay max_grad_norm warmup_steps",
         ),
     ),
     TrainingProgram(
@@ -428,10 +412,10 @@ PROGRAMS = (
         unknown_defaults={
             **_by_version(
                 "TRL",
+                "learning_rate gradient_checkpointing bf16 max_seq_length",
                 learning_rate="the learning rate (2e-05 in SFTConfig of TRL 1)",
                 gradient_checkpointing="none or full (full in TRL 1)",
                 bf16="bf16, fp16 or fp32 (bf16 in TRL 1)",
-                max_seq_length="tokens of a sequence",
             ),
         },
         untrainable={"loss_type": frozenset({"sigmoid", "hinge", "ipo", "apo_zero"})},
