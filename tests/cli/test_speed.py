@@ -46,8 +46,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def seconds(command: list[str], folder: Path, **environment: str) -> float:
-    """Of the processor, for the command and what it starts; its byte code is written, as it is for
-    who installs it, whatever the environment says."""
+    """Return processor seconds of the command and what it starts. Its byte code is written, as
+    pip does, whatever the environment says."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         command,

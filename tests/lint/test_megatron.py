@@ -210,7 +210,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("options_given", MISTAKES)
 def test_a_mistake_that_validate_args_refuses(options_given: str) -> None:
-    """In a script that is right without it: one code, with a cause and a help."""
+    """Finds one code, with a cause and a help, in a script that is right without it."""
     script = f"torchrun --nproc_per_node 8 pretrain_gpt.py {BASE}"
     assert codes(script, 8) == []
     (told,) = lint_arguments(read_arguments(NAME, script + options_given, 8))

@@ -1,4 +1,4 @@
-"""What the ranks of one launch that runs many engines do together."""
+"""Run what the ranks of one launch of many engines do together."""
 
 from __future__ import annotations
 

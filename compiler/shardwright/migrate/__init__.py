@@ -1,4 +1,4 @@
-"""What a training is started with -> a recipe: `shardwright import`.
+"""Turn what a training is started with into a recipe: `shardwright import`.
 
 file_kinds.py decides a file's kind; its readers add to the RunFiles of run_files.py. Training
 programs, their names and defaults are rows of training_programs.py. launch_command.py and

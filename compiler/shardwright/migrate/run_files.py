@@ -1,4 +1,4 @@
-"""What the files and the command of a training say, before it is converted."""
+"""Hold what the files and the command of a training say, before it is converted."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
 MAX_SERVICE_NAME = 52
 """Characters of the name that a Service, its Job and its pods share: a pod's number follows."""
 MAX_JOBSET_NAME = 43
-"""With -ranks-0-12345-abcde behind it a pod's name has 63 characters at most."""
+"""Leaves room for -ranks-0-12345-abcde in the 63 characters of a pod's name."""
 FINISHED_JOB_SECONDS = 7 * 24 * 3600
 """Is how long a job that has ended stays in the cluster."""
 HOST_BYTES_PER_GPU = 8 * 2**30

@@ -48,7 +48,7 @@ def install(folder: Path) -> str:
 
 
 def shell_warnings(script: bytes) -> str:
-    """What shellcheck says of a script; "" where it is not installed."""
+    """Return what shellcheck says of a script; "" where it is not installed."""
     if shutil.which("shellcheck") is None:
         return ""
     command = ["shellcheck", "--severity=warning", "--shell=bash", "-"]

@@ -127,7 +127,7 @@ def test_the_interfaces_that_nccl_leaves_out_pass(
 
 
 def test_pdsh_hands_the_interfaces_to_a_shell_unchanged() -> None:
-    """What DeepSpeed itself builds for pdsh, run by the shells that a host may log in with."""
+    """Runs what DeepSpeed builds for pdsh in the shells that a host may log in with."""
     runner = pytest.importorskip("deepspeed.launcher.multinode_runner")
     arguments = argparse.Namespace(
         user_args=[], user_script="train.py", ssh_port=None, launcher_args="", master_addr="a",
