@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -270,7 +271,9 @@ def test_an_installed_parser_is_asked(
     (package / "__init__.py").write_text("")
     (package / "arguments.py").write_text(PARSER)
     monkeypatch.syspath_prepend(tmp_path / "there")
-    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    # Set before it is deleted: what the search imports is then gone at the end of the test.
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    monkeypatch.delitem(sys.modules, "megatron")
     search = [str(tmp_path / "there"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, search)))
     file = tmp_path / NAME

@@ -3,6 +3,7 @@ credentials in URLs."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 MASK = "***"
@@ -43,8 +44,12 @@ def without_credentials(text: str) -> str:
     return _URL_PARAMETER.sub(rf"\g<1>{MASK}", _URL_PASSWORD.sub(MASK, text))
 
 
+@functools.lru_cache(maxsize=8)
 def masked_line(line: str) -> str:
-    """Return a line of a file with its secrets as asterisks; no column moves."""
+    """Return a line of a file with its secrets as asterisks; no column moves.
+
+    Searched once for all findings of a line: a recipe may be one line of megabytes.
+    """
     line = _ASSIGNMENT.sub(lambda found: found[1] + _asterisks(found[2]), line)
     line = _URL_PASSWORD.sub(lambda found: "*" * len(found[1]), line)
     return _URL_PARAMETER.sub(lambda found: found[1] + "*" * len(found[2]), line)

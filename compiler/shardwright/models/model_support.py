@@ -287,6 +287,8 @@ def config_key_errors(
     takes: name of transformers' class in messages.
     """
     is_published = not _WRITTEN_BY_PROGRAMS.isdisjoint(config)
+    absent = sorted(known - config.keys())
+    choices = sorted(known - METADATA_KEYS)
     unread: list[str] = []
     for name, value in config.items():
         where = (*key, name) if inline else key
@@ -294,7 +296,7 @@ def config_key_errors(
             if not inline:  # config.json files of folders hold keys that transformers ignores
                 continue
             # A name close to that of an absent key is misspelt, in published files too.
-            left_out = () if name.startswith("_") else known - config.keys()
+            left_out = () if name.startswith("_") else absent
             if is_published and not difflib.get_close_matches(
                 name, left_out, n=1, cutoff=_MISSPELT
             ):
@@ -302,7 +304,7 @@ def config_key_errors(
                 continue
             message = f"unknown key {name!r} for model_type {config['model_type']!r}"
             help = f"model.config takes the keys of transformers' {takes}."
-            near = difflib.get_close_matches(name, sorted(known - METADATA_KEYS), n=3)
+            near = difflib.get_close_matches(name, choices, n=3)
             yield found("SW2005", where, message, help, near)
         elif wrong := problem(name, value):
             help = f"See transformers' {takes} for what this key takes."
