@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -19,6 +20,8 @@ NODES = (socket.gethostname(), "zzz")
 """In Slurm's order. The first is where the ranks meet, so its name must lead somewhere."""
 SPARE = "zzzz"
 """A node that a job may leave out."""
+DEAD_AFTER = 15
+"""Seconds without an answer after which Slurm takes a node for dead (300 where nothing is set)."""
 
 CONF = """\
 ClusterName=test
@@ -42,7 +45,11 @@ SelectTypeParameters=CR_Core
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
+SlurmdTimeout={dead_after}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
 NODE = (
     "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cores} "
@@ -80,7 +87,9 @@ def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
     nodes = "".join(
         NODE.format(name=name, port=free_port(), cores=os.cpu_count()) for name in names
     )
-    (folder / "slurm.conf").write_text(CONF.format(folder=folder, port=free_port()) + nodes)
+    (folder / "slurm.conf").write_text(
+        CONF.format(folder=folder, port=free_port(), dead_after=DEAD_AFTER) + nodes
+    )
     env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
     files = {
         "socket": "socket",
@@ -108,6 +117,20 @@ def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
         for process in reversed(started):
             process.terminate()
             process.wait(timeout=30)
+
+
+def lose_node(name: str) -> None:
+    """Kill a node's slurmd, the steps on it and their processes, as a power cut does."""
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            words = (environ.parent / "cmdline").read_bytes().split(b"\0")
+            of_slurmd = Path(os.fsdecode(words[0])).name in ("slurmd", "slurmstepd") and (
+                name.encode() in words
+            )
+            # so do the steps
+            in_job = f"SLURMD_NODENAME={name}".encode() in environ.read_bytes().split(b"\0")
+            if of_slurmd or in_job:
+                os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def output(env: dict[str, str], *command: str) -> str:

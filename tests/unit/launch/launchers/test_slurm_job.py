@@ -114,9 +114,10 @@ def test_a_bad_node_is_left_out(
     code, printed, error = ended(job(out, tmp_path / "bin", "never", programs=programs, **trouble))
     assert code == 75 and "shardwright:" not in printed
     assert f"job.sh: node n2: {cause}" in error and "node n1" not in error
-    assert "sbatch:<--exclude=n9,n2><launch/job.sh><never><n9,n2><1>" in printed
+    after = "sbatch:<--dependency=afterany:12>"
+    assert f"{after}<--exclude=n9,n2><launch/job.sh><never><n9,n2><1>" in printed
     again = job(out, tmp_path / "bin", "auto", "n9,n7", "2", programs=programs, **trouble)
-    assert "sbatch:<--exclude=n9,n7,n2><launch/job.sh><auto><n9,n7,n2><3>" in ended(again)[1]
+    assert f"{after}<--exclude=n9,n7,n2><launch/job.sh><auto><n9,n7,n2><3>" in ended(again)[1]
     last = ended(job(out, tmp_path / "bin", "auto", "n9,n7", "3", programs=programs, **trouble))
     assert last[0] == 75 and "sbatch:" not in last[1]
     assert "sbatch --exclude=n9,n7,n2 launch/job.sh auto" in last[2]
@@ -156,7 +157,7 @@ def test_a_signal_asks_the_run_to_stop(
     out = compiled({"slurm": {"requeue": True}})
     programs = {
         "shardwright": RUN.replace("STATUS", status),
-        "scontrol": "[[ $1 != requeue ]] || echo \"scontrol:$*\"; printf 'n1\\nn2\\n'",
+        "scontrol": f'[[ $1 != requeue ]] || echo "scontrol:$*"; {NODES_OF_JOB}',
     }
     process = job(out, tmp_path / "bin", programs=programs)
     await_file(out / "run" / "began")
@@ -171,7 +172,48 @@ def test_a_job_whose_run_is_not_done_does_not_succeed(compiled: Compile, tmp_pat
     programs = {"shardwright": 'mkdir -p run; echo \'{"status": "preempted"}\' >run/status.json'}
     assert ended(job(out, tmp_path / "bin", programs=programs))[0] == 75
     failed = {"shardwright": "exit 3"}
-    assert ended(job(out, tmp_path / "bin", programs=failed))[0] == 3
+    assert ended(job(out, tmp_path / "bin", programs=failed | {"nvidia-smi": SMI}))[0] == 3
+
+
+STOPPED = 'mkdir -p run; echo \'{"status": "preempted"}\' >run/status.json'
+NODES_OF_JOB = "printf 'n1\\nn2\\n'"
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_preempted_job_is_queued_again(
+    preempted: bool, compiled: Compile, tmp_path: Path
+) -> None:
+    """Slurm does not do it where the job ends by itself; `shardwright stop` ends it for good."""
+    out = compiled({"slurm": {"requeue": True}})
+    when = "2026-11-26T07:02:27" if preempted else "None"
+    requeue = f'requeue) echo "scontrol:$*" ;; show) echo "PreemptTime={when}" ;;'
+    programs = {
+        "shardwright": STOPPED,
+        "nvidia-smi": SMI,
+        "scontrol": f"[[ $2 == hostnames ]] && {NODES_OF_JOB} || case $1 in {requeue} esac",
+    }
+    code, printed, error = ended(job(out, tmp_path / "bin", programs=programs))
+    assert code == 75, error
+    assert ("scontrol:requeue 12" in printed) == preempted
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_failed_run_has_its_nodes_checked_again(
+    lost: bool, compiled: Compile, tmp_path: Path
+) -> None:
+    """The job that is submitted counts anew; Slurm is not to queue this one again beside it."""
+    out = compiled({"slurm": {"requeue": True}})
+    bad = "n2" if lost else "none"
+    programs = {
+        "nvidia-smi": f"[[ -e failed && $SLURMD_NODENAME == {bad} ]] && exit 1\n{SMI}",
+        "sbatch": SBATCH,
+        "shardwright": "touch failed; exit 3",
+        "scontrol": f'[[ $1 != update ]] || echo "scontrol:$*"; {NODES_OF_JOB}',
+    }
+    code, printed, error = ended(job(out, tmp_path / "bin", "never", programs=programs))
+    assert (code, "node n2: nvidia-smi fails" in error) == ((75, True) if lost else (3, False))
+    told = "sbatch:<--dependency=afterany:12><--exclude=n2><launch/job.sh><auto><n2><1>"
+    assert (told in printed, "scontrol:update JobId=12 Requeue=0" in printed) == (lost, lost)
 
 
 def test_sigterm_to_a_nodes_task_is_a_request_to_stop(compiled: Compile, tmp_path: Path) -> None:
