@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from shardwright.launch.run_state import HEARTBEAT_LOST_SECONDS
@@ -51,6 +52,29 @@ def test_stop_file_saves_and_a_later_run_finishes(tmp_path: Path) -> None:
     assert status["status"] == "preempted"
     assert newest_checkpoint(out).name == f"step-{status['step']:08d}"
     assert len(metrics(out)) == status["step"]
+
+
+@pytest.mark.parametrize("receiver", ["every process", "rank 1", "launch.sh"])
+def test_sigterm_saves_and_stops(receiver: str, tmp_path: Path) -> None:
+    """As Slurm, systemd and others send it: to all processes, or to one. DeepSpeed's launcher is
+    not to end the ranks."""
+    out = compiled(Case(model="llama", data=2), tmp_path, steps=4000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "run", str(out)], stdout=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+    started = psutil.Process(process.pid).children(recursive=True)
+    rank = json.loads((out / "run" / "ranks" / "rank-00001.json").read_text())["pid"]
+    receivers = {"every process": [each.pid for each in started], "rank 1": [rank]}
+    assert rank in receivers["every process"]
+    for pid in receivers.get(receiver, [started[0].pid]):
+        os.kill(pid, signal.SIGTERM)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    status = json.loads((out / "run" / "status.json").read_text())
+    assert status["status"] == "preempted"
+    assert newest_checkpoint(out).name == f"step-{status['step']:08d}"
+    assert [line["step"] for line in metrics(out)] == [*range(1, status["step"] + 1)]
 
 
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:

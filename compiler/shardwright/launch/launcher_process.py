@@ -287,12 +287,8 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
             raise KeyboardInterrupt
         return code
     except KeyboardInterrupt:
-        # Under pdsh, which would answer a signal with a remote pkill, the ranks end once their
-        # output has no reader.
-        is_remote = LAUNCHERS[plan.launch.launcher].ranks_outlive_launcher
-        end_processes(
-            [process], signal.SIGKILL if is_remote else signal.SIGTERM, INTERRUPT_GRACE_SECONDS
-        )
+        interrupt = LAUNCHERS[plan.launch.launcher].interrupt
+        end_processes([process], interrupt, INTERRUPT_GRACE_SECONDS)
         write_status(folder, "failed", attempt, rank=None, cause="interrupted")
         raise
     finally:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -56,6 +57,7 @@ def main() -> NoReturn:
     """Train as plan.json and run/attempt.json say. The working directory is not relied on."""
     unsent = restart_with_secret_environment()
     folder = Path(sys.argv[0]).resolve().parent
+    stop = _StopRequest(folder)
     rank = int(os.environ["RANK"])
     (folder / "run").mkdir(exist_ok=True)  # launch.sh by hand, in a fresh folder
     number = read_attempt_record(folder).number or 1
@@ -70,7 +72,7 @@ def main() -> NoReturn:
             raise unsent
         if not plan.is_cpu:
             bind_to_numa_node(int(os.environ.get("LOCAL_RANK", "0")))
-        status = _train(plan, folder, rank, watch, lease)
+        status = _train(plan, folder, rank, watch, lease, stop)
     except BaseException as error:
         if rank != 0:
             traceback.print_exc()  # into its own log; rank 0's is what the user watches
@@ -124,7 +126,14 @@ def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:
     )
 
 
-def _train(plan: Plan, folder: Path, rank: int, watch: RankMonitor, lease: Lease | None) -> int:
+def _train(
+    plan: Plan,
+    folder: Path,
+    rank: int,
+    watch: RankMonitor,
+    lease: Lease | None,
+    stop: _StopRequest,
+) -> int:
     """Train, and return the exit code: 0, or what a scheduler expects of a preempted run.
 
     lease: rank 0's
@@ -135,7 +144,6 @@ def _train(plan: Plan, folder: Path, rank: int, watch: RankMonitor, lease: Lease
     runtime.prepare_process(plan, user_training_loop=False)
     from shardwright.train.host_consistency import check_world
 
-    stop = _StopRequest(folder)
     check_world(plan)
     resume: str | None = os.environ.get("SHARDWRIGHT_RESUME", "auto")
     if lease is None:
@@ -183,15 +191,29 @@ def _evaluate(session: Session, watch: RankMonitor) -> None:
 
 
 class _StopRequest:
-    """Detect preemption, by run/stop or SIGUSR1 to any rank; all ranks see it in the same step."""
+    """Detect preemption, by run/stop, SIGUSR1 or SIGTERM to any rank; all ranks see it in the same
+    step."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "run" / "stop"
         self.signalled = False
         signal.signal(signal.SIGUSR1, self._on_signal)
+        # Blocked for every thread to come: only sigwaitinfo tells who sent it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=self._await_sigterm, args=(os.getppid(),), daemon=True).start()
 
     def _on_signal(self, *_: object) -> None:
         self.signalled = True
+
+    def _await_sigterm(self, parent: int) -> None:
+        """Take SIGTERM for a request to stop, except from the launcher that started this rank.
+
+        That one ends its ranks when another one has failed: nothing can be saved any more.
+        """
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            self.signalled = True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def agreed(self, device: torch.device) -> bool:
         """Return whether any rank was told to stop. Collective."""

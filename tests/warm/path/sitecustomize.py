@@ -54,8 +54,12 @@ def _hand_over(address: str) -> None:
         pid = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
 
         def pass_on(number: int, _: object) -> None:
+            # The launcher ends a rank by SIGTERM, which from us would be a request to stop.
+            ends = number == signal.SIGTERM and "RANK" in os.environ
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGKILL if ends else number)
+
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
         for number in (
             signal.SIGTERM,

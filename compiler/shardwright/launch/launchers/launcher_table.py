@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class Launcher:
         each node, which knows only its number: node_rank_expression, in the shell's words. by_hand:
         nothing here can start the other nodes.
     unquoted: it hands the folder's path to the nodes' shells without quotes.
-    outlived: the ranks outlive what started them here, until their output has no reader.
+    interrupt: what ends the launcher's processes and the ranks at once; SIGTERM asks some to stop.
 
     scheduler: the module that knows it (launch/), where one chooses the hosts; the section of the
     launcher's name is
@@ -56,7 +57,7 @@ class Launcher:
     by_hand: bool = False
     node_rank_expression: str | None = None
     passes_path_unquoted: bool = False
-    ranks_outlive_launcher: bool = False
+    interrupt: signal.Signals = signal.SIGINT
     scheduler: str | None = None
     allocation: str | None = None
     allocated_nodes_variable: str | None = None
@@ -86,7 +87,9 @@ _ROWS = (
         program="pdsh",
         uses_hostfile=True,
         passes_path_unquoted=True,
-        ranks_outlive_launcher=True,
+        # A signal would be answered with a remote pkill. The ranks end once their output has no
+        # reader.
+        interrupt=signal.SIGKILL,
     ),
     Launcher(
         name="no_ssh",
@@ -100,7 +103,6 @@ _ROWS = (
             "launch.sh": "slurm.sh.j2",
             "launch/job.sh": "slurm_job.sh.j2",
             "launch/preflight.sh": "slurm_preflight.sh.j2",
-            "launch/task.sh": "slurm_task.sh.j2",
             "launch/node.sh": "node.sh.j2",
         },
         program="sbatch",
@@ -109,6 +111,7 @@ _ROWS = (
         allocation="SLURM_JOB_ID",
         allocated_nodes_variable="SLURM_JOB_NUM_NODES",
         meets_by_host_name=True,
+        interrupt=signal.SIGTERM,  # srun only warns at a first SIGINT
     ),
     Launcher(
         name="openmpi",

@@ -13,4 +13,4 @@ export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # nodes may
 # By which the ranks know each other; nobody else's connection is listened to.
 export SHARDWRIGHT_TOKEN=${SHARDWRIGHT_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 exec srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-  bash launch/task.sh
+  bash launch/node.sh

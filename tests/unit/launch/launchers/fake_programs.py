@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 _PRINT = "#!/usr/bin/env bash\nprintf '%s:' \"${0##*/}\"; printf '<%s>' \"$@\"; echo\n"
@@ -34,8 +35,9 @@ _SHIMS = {
         "exit $code\n"
     ),
     "kubectl": "",
+    "python3": f'exec {sys.executable} "$@"\n',  # starts `deepspeed`
 }
-_QUIET = ("scontrol",)
+_QUIET = ("scontrol", "python3")
 
 
 def install(folder: Path) -> str:

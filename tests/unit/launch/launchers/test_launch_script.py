@@ -6,6 +6,7 @@ import argparse
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def launch(
         write_folder(tmp_path / folder, compile_recipe(load_recipe(write_recipe(changes))).files)
         program = tmp_path / "bin" / "deepspeed"
         program.parent.mkdir(exist_ok=True)
-        for path, text in ((program, FAKE), (program.with_name("ssh"), SSH)):
+        python = f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n'
+        programs = {"deepspeed": FAKE, "ssh": SSH, "python3": python}
+        for path, text in ((program.with_name(name), text) for name, text in programs.items()):
             path.write_text(text)
             path.chmod(0o755)
         return subprocess.run(

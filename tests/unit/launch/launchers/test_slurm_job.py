@@ -222,7 +222,7 @@ def test_sigterm_to_a_nodes_task_is_a_request_to_stop(compiled: Compile, tmp_pat
     waits = "mkdir -p run; touch run/began; until [[ -e run/stop ]]; do sleep 0.05; done; sleep 0.3"
     program(tmp_path / "bin", "deepspeed", f"{waits}; echo saved; exit 4")
     process = subprocess.Popen(
-        ["bash", "launch/task.sh"],
+        ["bash", "launch/node.sh"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -39,14 +39,22 @@ trap - ERR
 set -euo pipefail
 CDPATH='' cd -- "$SHARDWRIGHT_FOLDER"
 
+ask() { # seconds, options of srun: has nodes answer launch/preflight.sh
+  timeout "$1" srun --ntasks-per-node=1 --cpu-bind=none "${@:2}" bash launch/preflight.sh || true
+}
 check_nodes() { # prints the nodes that are not fit to train
-  local report node line
-  report=$(timeout 300 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none bash launch/preflight.sh) || true
+  local nodes report node line
+  mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
+  report=$(ask 300 --nodes=2 --ntasks=2)
+  # One node that does not answer can end the question to all: each is asked by itself.
+  report+=$'\n'$(for node in "${nodes[@]}"; do
+    grep -q "^shardwright-node $node " <<<"$report" || ask 150 --nodes=1 --ntasks=1 --nodelist="$node" &
+  done; wait)
   if [[ $report != *shardwright-node* ]]; then
     echo "job.sh: no node answers launch/preflight.sh; the nodes are not checked" >&2
     return
   fi
-  for node in $(scontrol show hostnames "${SLURM_JOB_NODELIST:-}"); do
+  for node in "${nodes[@]}"; do
     line=$(grep -m 1 "^shardwright-node $node " <<<"$report") || line=
     line=${line#"shardwright-node $node "}
     if [[ $line != ok ]]; then
@@ -55,17 +63,20 @@ check_nodes() { # prints the nodes that are not fit to train
     fi
   done
 }
-bad=$(check_nodes)
-if [[ -n $bad ]]; then
-  left_out+=${left_out:+,}${bad//$'\n'/,}
-  if ((submissions < 3)); then
-    sbatch --exclude="$left_out" launch/job.sh "$resume" "$left_out" "$((submissions + 1))"
+leave_out() { # nodes, submissions before this one: ends the job, with another one in its place
+  left_out+=${left_out:+,}${1//$'\n'/,}
+  if (($2 < 3)); then
+    # For a lost node Slurm would queue this job again too.
+    scontrol update "JobId=$SLURM_JOB_ID" Requeue=0 || true
+    sbatch --dependency="afterany:$SLURM_JOB_ID" --exclude="$left_out" launch/job.sh "$resume" "$left_out" "$(($2 + 1))"
     echo "job.sh: submitted again without $left_out" >&2
     exit 75
   fi
   echo "job.sh: submit the job without these nodes: sbatch --exclude=$left_out launch/job.sh $resume" >&2
   exit 75
-fi
+}
+bad=$(check_nodes)
+[[ -z $bad ]] || leave_out "$bad" "$submissions"
 
 shardwright run . --resume "$resume" &
 child=$! signals=0
@@ -77,7 +88,15 @@ while ((seen != signals)); do # a signal ends `wait`, not the process
   wait "$child" || code=$?
 done
 if ((code == 0)) && ! grep -q '"status": "done"' run/status.json; then
-  ((signals == 0)) || scontrol requeue "$SLURM_JOB_ID" || true
-  code=75
+  # A preempted job that ends before Slurm ends it is not queued again by Slurm.
+  if ((signals)) || [[ $(scontrol show job "$SLURM_JOB_ID") == *PreemptTime=[0-9]* ]]; then
+    scontrol requeue "$SLURM_JOB_ID" || true
+  fi
+  exit 75
+fi
+if ((code && signals == 0)); then # a lost node, perhaps
+  bad=$(check_nodes)
+  resume=auto
+  [[ -z $bad ]] || leave_out "$bad" 0
 fi
 exit "$code"

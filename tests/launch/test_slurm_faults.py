@@ -1,0 +1,110 @@
+"""What ends a job on a real Slurm of two nodes: the time limit, a job that comes first, a lost node
+(`make test-hosts`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.slurm_cluster import (
+    NODES,
+    lose_node,
+    output,
+    slurm,
+    state,
+    wait_for,
+    why_not,
+)
+from tests.launch.test_schedulers import log, submit
+from tests.parity.harness import Case, metrics, must, newest_checkpoint, recipe, write_inputs
+
+pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "CANCELLED")
+
+
+def compiled(folder: Path, steps: int, **options: Any) -> Path:
+    """A tiny llama on two nodes with one rank each, which saves every fifth step."""
+    case = Case(model="llama", data=2, nodes=2, launcher="slurm")
+    write_inputs(case, folder)
+    document = recipe(case, folder)
+    document["training"] |= {"steps": steps}
+    document["data"] = {"kind": "synthetic"}
+    document["launch"]["slurm"] = options
+    document["checkpoint"] = {**document.get("checkpoint", {}), "every_steps": 5, "keep": 3}
+    (folder / "recipe.yaml").write_text(json.dumps(document))
+    words = ["compile", str(folder / "recipe.yaml"), "-o", str(folder / "out")]
+    must(
+        subprocess.run(
+            [sys.executable, "-m", "shardwright", *words], capture_output=True, text=True
+        )
+    )
+    return folder / "out"
+
+
+def trains(out: Path, after: int = 0) -> bool:
+    return (out / "run" / "metrics.jsonl").exists() and any(
+        line["step"] > after + 2 for line in metrics(out)
+    )
+
+
+def assert_done(out: Path, steps: int) -> None:
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1)), log(out)
+    assert json.loads((out / "run" / "status.json").read_text())["status"] == "done"
+
+
+def test_a_job_saves_before_its_time_is_up(tmp_path: Path) -> None:
+    """Not TIMEOUT: the signal comes first, every step is saved, and 75 says that it is not done."""
+    out = compiled(tmp_path, 1_000_000, time="2:00", signal_seconds=60)
+    with slurm(tmp_path / "slurm") as env:
+        job = submit(out, env)
+        wait_for(lambda: state(env, job).get("JobState") in ENDED, 240)
+        told = state(env, job)
+        assert (told["JobState"], told["ExitCode"]) == ("FAILED", "75:0"), log(out)
+    saved = int(newest_checkpoint(out).name.removeprefix("step-"))
+    assert saved == metrics(out)[-1]["step"] > 5
+    assert json.loads((out / "run" / "status.json").read_text())["status"] != "running"
+
+
+def test_a_job_that_comes_first_sends_it_back_to_the_queue(tmp_path: Path) -> None:
+    """Preempted: SIGTERM, a checkpoint within the time of grace, and on once the nodes are free."""
+    steps = 400
+    out = compiled(tmp_path, steps, requeue=True, time="30:00", partition="main")
+    with slurm(tmp_path / "slurm") as env:
+        job = submit(out, env)
+        wait_for(lambda: trains(out), 120)
+        first = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+        urgent = output(env, "sbatch", "--parsable", *first, "--wrap=sleep 5").strip()
+        wait_for(lambda: state(env, urgent).get("JobState") in ENDED, 120)
+        assert state(env, urgent)["JobState"] == "COMPLETED"
+        stopped = int(newest_checkpoint(out).name.removeprefix("step-"))
+        assert 2 < stopped < steps and metrics(out)[-1]["step"] == stopped, log(out)
+        assert state(env, job).get("Restarts") == "1", log(out)
+        output(env, "scontrol", "update", f"jobid={job}", "StartTime=now")
+        wait_for(lambda: state(env, job).get("JobState") in ENDED, 240)
+        assert state(env, job)["JobState"] == "COMPLETED", log(out)
+    assert_done(out, steps)
+
+
+def test_a_lost_node_is_left_out(tmp_path: Path) -> None:
+    """Its slurmd and its rank are killed at once: the run goes on from the newest checkpoint on the
+    spare node."""
+    steps = 400
+    out = compiled(tmp_path, steps, requeue=True, time="30:00")
+    with slurm(tmp_path / "slurm", spare=True) as env:
+        job = submit(out, env)
+        wait_for(lambda: trains(out, after=5), 120)
+        lose_node(NODES[1])
+        wait_for(lambda: state(env, job).get("JobState") in ENDED, 240)
+        again = str(int(job) + 1)
+        wait_for(lambda: state(env, again).get("JobState") in ENDED, 240)
+        told = state(env, again)
+        assert (told["JobState"], told["ExcNodeList"]) == ("COMPLETED", NODES[1]), log(out)
+        assert state(env, job).get("Restarts") == "0", "one job for the run, not two"
+    assert f"job.sh: node {NODES[1]}: no answer" in log(out)
+    assert_done(out, steps)
