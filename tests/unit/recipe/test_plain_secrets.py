@@ -159,7 +159,7 @@ def test_files_that_hold_a_secret_are_this_users_alone(
         os.umask(previous)
     printed = capsys.readouterr()
     assert "SW5210" in printed.err and "canary" not in printed.out + printed.err
-    script = f"{{ sed '/^exec/,$d' '{out}/launch.sh'; echo 'echo \"$HF_TOKEN\"'; }} > '{out}/l.sh'"
+    script = f"{{ sed '/^signals=/,$d' '{out}/launch.sh'; echo 'echo \"$HF_TOKEN\"'; }} > '{out}/l.sh'"
     assert subprocess.run(["bash", "-c", script]).returncode == 0
     told = subprocess.run(["bash", str(out / "l.sh")], capture_output=True, text=True)
     assert told.stdout == f"{CANARY}\n"  # the run still gets it
