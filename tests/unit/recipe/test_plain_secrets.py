@@ -159,8 +159,8 @@ def test_files_that_hold_a_secret_are_this_users_alone(
         os.umask(previous)
     printed = capsys.readouterr()
     assert "SW5210" in printed.err and "canary" not in printed.out + printed.err
-    script = f"{{ sed '/^signals=/,$d' '{out}/launch.sh'; echo 'echo \"$HF_TOKEN\"'; }} > '{out}/l.sh'"
-    assert subprocess.run(["bash", "-c", script]).returncode == 0
+    environment, _, _ = (out / "launch.sh").read_text().partition("signals=0\n")
+    (out / "l.sh").write_text(f'{environment}echo "$HF_TOKEN"\n')
     told = subprocess.run(["bash", str(out / "l.sh")], capture_output=True, text=True)
     assert told.stdout == f"{CANARY}\n"  # the run still gets it
 
