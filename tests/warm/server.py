@@ -77,7 +77,11 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                 os._exit(0)
             elif key.fileobj is listener:
                 connection, _address = listener.accept()
-                request, files = received(connection)
+                try:
+                    request, files = received(connection)
+                except (OSError, ValueError):  # the asker is gone
+                    connection.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     for other in (listener, connection, *children.values()):
@@ -93,7 +97,8 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                     return request
                 for fd in files:
                     os.close(fd)
-                connection.sendall(pid.to_bytes(8, "big"))
+                with contextlib.suppress(OSError):  # else it is read as gone
+                    connection.sendall(pid.to_bytes(8, "big"))
                 children[pid] = connection
                 selector.register(connection, selectors.EVENT_READ, pid)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
@@ -115,13 +120,16 @@ def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     head, files, _, _ = socket.recv_fds(connection, 8, 64)
     length, content = int.from_bytes(head, "big"), b""
     while len(content) < length:
-        content += connection.recv(length - len(content))
+        part = connection.recv(length - len(content))
+        if not part:
+            raise ValueError("half a request")
+        content += part
     return json.loads(content), files
 
 
 def answer(selector: selectors.BaseSelector, connection: socket.socket, status: int) -> None:
     selector.unregister(connection)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         connection.sendall(status.to_bytes(8, "big"))
     connection.close()
 
