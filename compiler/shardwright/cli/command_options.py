@@ -74,6 +74,21 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def gpu_from_catalogue(name: str) -> str:
+    """Return the catalogue's GPU that --gpu means, and say on stderr which one a short name took.
+
+    A name that matches none is returned as it is: the recipe's check refuses it.
+    """
+    from shardwright.cli.terminal import error
+    from shardwright.layout.gpu_cluster import gpus_named
+
+    chosen, *others = gpus_named(name) or (name,)
+    if chosen != name:
+        other = f" (the catalogue has {', '.join(others)} too)" if others else ""
+        error(f"--gpu {name}: taken as {chosen}{other}")
+    return chosen
+
+
 def add_island(
     parser: argparse.ArgumentParser,
     metavar: str = "K",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.command_options import positive
+from shardwright.cli.command_options import gpu_from_catalogue, positive
 from shardwright.cli.terminal import error, print_diagnostics
 from shardwright.diagnostics import Diagnostic, Location, Refusal, Source
 from shardwright.diagnostics.diagnostic_rendering import (
@@ -103,6 +103,7 @@ def run_lint(args: argparse.Namespace) -> int:
     if args.audience == "megatron" and (args.fix or args.model):
         error("--fix and --model are for a ds_config.json, not for --for megatron")
         return 1
+    args.gpu = args.gpu and gpu_from_catalogue(args.gpu)
     reports = {"text": _text, "json": _json, "github": _github}
     ok, printed = True, 0
     paths = list(args.files)

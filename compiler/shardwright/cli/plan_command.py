@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli import recipe_writer
-from shardwright.cli.command_options import add_json, add_overrides, positive
+from shardwright.cli.command_options import add_json, add_overrides, gpu_from_catalogue, positive
 from shardwright.cli.estimate_command import (
     estimate_json,
     islands_rows,
@@ -81,7 +81,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe",
         metavar="RECIPE|MODEL",
-        help="a recipe file; or a hub id or model folder, with --gpu and --nodes",
+        help="a recipe file; or a hub id or model folder, with --gpu",
     )
     add_overrides(parser)
     parser.add_argument(
@@ -107,9 +107,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     model = parser.add_argument_group("for a MODEL instead of a recipe")
     model.add_argument(
-        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb"
+        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100 or a100-sxm4-40gb"
     )
-    model.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
+    model.add_argument(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help=f"number of nodes (default {recipe_writer.NODES})",
+    )
     model.add_argument(
         "--gpus-per-node",
         type=positive,
@@ -146,6 +151,7 @@ def run_plan(args: argparse.Namespace) -> int:
         error(wrong)
         return 1
     text = ""
+    args.gpu = args.gpu and gpu_from_catalogue(args.gpu)
     if model is None:
         recipe = load_recipe(Path(args.recipe), args.overrides)
     else:

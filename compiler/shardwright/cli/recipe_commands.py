@@ -11,7 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.command_options import add_json, add_overrides, add_recipe_output
+from shardwright.cli.command_options import (
+    add_json,
+    add_overrides,
+    add_recipe_output,
+    gpu_from_catalogue,
+)
 from shardwright.cli.recipe_writer import (
     GPUS_PER_NODE,
     StarterSettings,
@@ -42,7 +47,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="a hub id, such as Qwen/Qwen3-8B, or a model folder"
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb or cpu"
+        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb, h100 or cpu"
     )
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)"
@@ -58,7 +63,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init(args: argparse.Namespace) -> int:
-    """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown
+    """Prints the recipe, or writes it with -o. Raises Refusal: SW1442, SW1443, and for an unknown
     model or GPU."""
     from shardwright.models.model_sources import match_catalog_id
 
@@ -72,6 +77,7 @@ def run_init(args: argparse.Namespace) -> int:
             "the others"
         )
         return 1
+    gpu = gpu_from_catalogue(gpu)
     folder = os.path.isfile(os.path.join(args.model, "config.json"))
     last = os.path.basename(os.path.normpath(args.model)).lower()
     slots = f"{args.gpus_per_node}x" if args.nodes == 1 else f"{args.nodes}x{args.gpus_per_node}"

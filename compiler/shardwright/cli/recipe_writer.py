@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 COMMAND_LINE = "the command line"
-GPUS_PER_NODE = 8
+NODES, GPUS_PER_NODE = 1, 8
 STEPS = 1000
 PRECISION = "bf16"
 MAX_ASSUMED_SEQUENCE_LENGTH = 4096
@@ -74,16 +74,16 @@ def model_flags_error(args: argparse.Namespace, model: str | None) -> str:
             f"{', '.join(given)}: for a model's name only; a recipe has these, change one with "
             "--set KEY=VALUE"
         )
-    if model is not None and (args.gpu is None or args.nodes is None):
+    if model is not None and args.gpu is None:
         where = "" if os.path.exists(args.recipe) else f"there is no file {args.recipe!r}; "
-        return f"{where}planning a model without a recipe needs --gpu NAME and --nodes N"
+        return f"{where}planning a model without a recipe needs --gpu NAME, such as --gpu h100"
     return ""
 
 
 def draft_yaml(args: argparse.Namespace, model: str) -> str:
     """Return the recipe that stands for the command line, as YAML, a section a line."""
-    gpus_per_node = args.gpus_per_node or GPUS_PER_NODE
-    world = args.nodes * gpus_per_node
+    nodes, gpus_per_node = args.nodes or NODES, args.gpus_per_node or GPUS_PER_NODE
+    world = nodes * gpus_per_node
     length = args.sequence_length or min(
         MAX_ASSUMED_SEQUENCE_LENGTH, model_max_sequence_length(model)
     )
@@ -100,7 +100,7 @@ def draft_yaml(args: argparse.Namespace, model: str) -> str:
         "name: plan\n"
         # Weights are not looked at: a plan needs the configuration alone.
         f"model: {{source: {quote(model)}, weights: random}}\n"
-        f"cluster: {{nodes: {args.nodes}, gpus_per_node: {gpus_per_node}, gpu: "
+        f"cluster: {{nodes: {nodes}, gpus_per_node: {gpus_per_node}, gpu: "
         f"{quote(args.gpu)}}}\n"
         f"training: {{sequence_length: {length}, global_batch_size: {batch}, steps: {STEPS}, "
         f"precision: {quote(args.precision or PRECISION)}}}\n"
@@ -178,9 +178,9 @@ def load_model_recipe(text: str, overrides: Sequence[str], words: Mapping[KeyPat
 
 def assumed_keys(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the recipe keys that neither the command line's flags nor its --set give."""
-    sections = {"gpus_per_node": "cluster"}
+    sections = {"nodes": "cluster", "gpus_per_node": "cluster"}
     keys = {
-        f"{sections.get(flag, 'training')}.{flag}": getattr(args, flag) for flag in _MODEL_FLAGS[2:]
+        f"{sections.get(flag, 'training')}.{flag}": getattr(args, flag) for flag in _MODEL_FLAGS[1:]
     }
     keys["training.steps"] = None
     overridden = {override.partition("=")[0].strip() for override in args.overrides}

@@ -116,6 +116,29 @@ def catalogue() -> Catalogue:
     return data
 
 
+def gpus_named(words: str) -> tuple[str, ...]:
+    """Return the catalogue's GPUs that a short name may mean, the one with the most memory first:
+    "h100", "A100 40GB".
+
+    Each word after the first may be the beginning of a word of the GPU's name.
+    """
+    gpus = catalogue()["gpus"]
+    if words in gpus:
+        return (words,)
+    chip, *rest = _normalized(words).split("-")
+    found = [
+        name
+        for name in gpus
+        if name.split("-")[0] == chip
+        and all(any(part.startswith(word) for part in name.split("-")[1:]) for word in rest)
+    ]
+    return tuple(sorted(found, key=lambda name: -gpus[name]["memory_gib"]))
+
+
+def _normalized(name: str) -> str:
+    return name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+
+
 def resolve_cluster(section: ClusterSection) -> Cluster:
     """Resolve the cluster; `nodes: auto` gives one node, which search/cluster_sizing.py scales.
 
@@ -176,7 +199,7 @@ def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
         if section.gpu in gpus:
             return ()
         names = tuple(gpus)
-        lowered = section.gpu.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+        lowered = _normalized(section.gpu)
         same_chip = [n for n in names if n.startswith(lowered.split("-")[0])]
         near = tuple(
             dict.fromkeys([*same_chip, *difflib.get_close_matches(lowered, names, n=3, cutoff=0.5)])

@@ -158,6 +158,47 @@ def test_errors_point_at_the_words_of_the_command_line(capsys: pytest.CaptureFix
     assert " --> --nodes 0\n" in err
 
 
+def test_a_model_is_planned_on_one_node_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "gpt2", "--gpu", "h100-sxm-80gb", "--top", "1")
+    assert found["planned_as"]["cluster"]["nodes"] == 1 and "cluster.nodes" in found["assumed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "told"),
+    [
+        ("h100", "h100-sxm-80gb", "--gpu h100: taken as h100-sxm-80gb\n"),
+        ("NVIDIA H200", "h200-sxm-141gb", "taken as h200-sxm-141gb\n"),
+        (
+            "a100",
+            "a100-sxm4-80gb",
+            "taken as a100-sxm4-80gb (the catalogue has a100-sxm4-40gb too)",
+        ),
+        ("A100-40GB", "a100-sxm4-40gb", "taken as a100-sxm4-40gb\n"),
+        ("v100_sxm2", "v100-sxm2-32gb", "(the catalogue has v100-sxm2-16gb too)"),
+        ("cpu", "cpu", ""),
+    ],
+)
+def test_a_short_name_of_a_gpu(
+    words: str, gpu: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--precision", "fp16"] if "v100" in gpu else []
+    assert main(["plan", "gpt2", "--gpu", words, "--json", "--top", "1", *more]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["planned_as"]["cluster"]["gpu"] == gpu
+    assert told in err and (told or not err)
+
+
+def test_a_short_name_that_fits_no_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "SW3001" in refused(capsys, "gpt2", "--gpu", "h100-pcie")
+    assert "SW3001" in refused(capsys, "gpt2", "--gpu", "h1")
+
+
+def test_init_takes_a_short_name_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "gpt2", "--gpu", "h100"]) == 0
+    out, err = capsys.readouterr()
+    assert 'gpu: "h100-sxm-80gb"' in out and "taken as h100-sxm-80gb" in err
+
+
 def test_what_is_no_name_and_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SW2015" in refused(capsys, "no $(name)", *H100, "1")
     assert "SW1001" in refused(capsys, "no-such-recipe.yaml")
@@ -167,8 +208,8 @@ def test_what_is_no_name_and_no_file(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("meta-llama/Llama-3.1-70B",), "needs --gpu NAME and --nodes N"),
-        (("gpt2", "--gpu", "h100-sxm-80gb"), "needs --gpu NAME and --nodes N"),
+        (("meta-llama/Llama-3.1-70B",), "needs --gpu NAME"),
+        (("meta-llama/Llama-3.1-70B", "--nodes", "4"), "needs --gpu NAME"),
         (("recipe.yaml", "--gpu", "cpu", "--sequence-length", "5"), "--gpu, --sequence-length"),
         (("gpt2", "--nodes", "0", "--gpu", "cpu"), "--nodes"),
     ],
