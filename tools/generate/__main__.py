@@ -21,6 +21,7 @@ GENERATORS = (
     "kubernetes_pod_fields",
     "megatron_argument_parser",
     "autoep_support",
+    "bokeh_script",
     # What the planner reads.
     "support_matrix",
     "traced_graphs",

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bokeh.models import ColumnDataSource
-from bokeh.plotting import figure
-
 from shardwright.compile.compiled_folder import CompiledFolder
 from shardwright.diloco.island_metrics import (
     MergedStep,
@@ -21,7 +18,8 @@ from shardwright.diloco.island_metrics import (
 )
 from shardwright.monitor.run_files import OUTER_STEPS_FILE
 from shardwright.plan.island_plans import island_folders
-from shardwright.report.report_charts import CHOSEN, ORANGE, group_colors, hover, plot
+from shardwright.report.bokeh_document import Figure, data_source
+from shardwright.report.report_charts import CHOSEN, DASHED, ORANGE, group_colors, hover, plot
 from shardwright.report.run_results import MOST_POINTS, MeasuredRun, read_run
 from shardwright.utils.json_lines import rows_by_step
 
@@ -110,14 +108,12 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
     )
 
 
-def loss_chart(found: IslandsRun) -> figure:
+def loss_chart(found: IslandsRun) -> Figure:
     """Chart the merged loss, and each island's."""
     made = plot(name="islands-loss", height=320, x_axis_label="step", y_axis_label="loss")
     for each, colour in _drawn(found):
         steps = each.run.drawn
-        source = ColumnDataSource(
-            {"step": [s.step for s in steps], "loss": [s.loss for s in steps]}
-        )
+        source = data_source({"step": [s.step for s in steps], "loss": [s.loss for s in steps]})
         made.line(
             "step",
             "loss",
@@ -127,7 +123,7 @@ def loss_chart(found: IslandsRun) -> figure:
             line_alpha=0.7,
             name=_name(each),
         )
-    source = ColumnDataSource(
+    source = data_source(
         {
             "step": [each.step for each in found.whole],
             "loss": [each.loss for each in found.whole],
@@ -142,7 +138,7 @@ def loss_chart(found: IslandsRun) -> figure:
     return made
 
 
-def waits_chart(found: IslandsRun, predicted_seconds: float) -> figure:
+def waits_chart(found: IslandsRun, predicted_seconds: float) -> Figure:
     """Chart each island's wait for each outer step, against the prediction."""
     made = plot(
         name="islands-waits",
@@ -152,7 +148,7 @@ def waits_chart(found: IslandsRun, predicted_seconds: float) -> figure:
     )
     steps = [wait.step for each in found.islands for wait in each.waits]
     for each, colour in _drawn(found):
-        source = ColumnDataSource(
+        source = data_source(
             {
                 "step": [wait.step for wait in each.waits],
                 "seconds": [wait.seconds for wait in each.waits],
@@ -169,7 +165,7 @@ def waits_chart(found: IslandsRun, predicted_seconds: float) -> figure:
     if steps:
         ends, line = (
             [min(steps), max(steps)],
-            {"line_width": 2, "line_dash": "dashed", "line_color": ORANGE},
+            {"line_width": 2, "line_dash": DASHED, "line_color": ORANGE},
         )
         made.line(ends, [predicted_seconds] * 2, name="predicted", **line)
     made.y_range.start = 0

@@ -7,30 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from bokeh.models import (
-    BoxZoomTool,
-    ColumnDataSource,
-    CustomJS,
-    CustomJSHover,
-    CustomJSTickFormatter,
-    FactorRange,
-    FixedTicker,
-    HoverTool,
-    Label,
-    Line,
-    LinearColorMapper,
-    PanTool,
-    ResetTool,
-    Span,
-    TapTool,
-    WheelZoomTool,
-)
-from bokeh.palettes import cividis
-from bokeh.plotting import figure
 
 from shardwright.layout.axes import rank_order_axes
 from shardwright.layout.layout_estimate import Memory
 from shardwright.plan.plan import Plan
+from shardwright.report.bokeh_document import (
+    Figure,
+    Model,
+    box_zoom_tool,
+    data_source,
+    field_of,
+    fixed_ticker,
+)
 from shardwright.report.layout_space import VERDICTS as VERDICT_NAMES
 from shardwright.report.layout_space import LayoutPoint, LayoutSpace
 from shardwright.report.run_results import MeasuredRun
@@ -68,7 +56,26 @@ STEP_COLORS = {
 }
 BAR_COLORS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILLION)
 """Colours the kinds of step_timeline.KINDS."""
-DARKEST = 48
+_HEX = (
+    "2c416b2e426b2f436b31446b32446b33456b35466b36466b37476b38486b3a496b3b496b3c4a6b"
+    "3d4b6b3e4b6b404c6b414d6b424e6b434e6b444f6b45506b46506b47516b48526b49536b4a536b"
+    "4b546b4c556b4d556b4e566b4f576c50586c51586c52596c535a6c545a6c555b6c565c6c575d6d"
+    "585d6d595e6d5a5f6d5b5f6d5c606d5d616e5e626e5f626e5f636e60646e61656f62656f63666f"
+    "64676f65676f666870676970686a70686a70696b716a6c716b6d716c6d726d6e726e6f726f6f72"
+    "6f70737071737172737272747373747474757575757575757676767777767878767978777a7977"
+    "7b7a777b7b787c7b787d7c787e7d787f7e78807e78817f78828078838178848178858278868378"
+    "8784788885788985788a86788b87788c88788d88788e89788f8a78908b78918c78928c78938d78"
+    "948e78958f78968f779790779891779992779a93779b93779c94779d95779e96769f9776a09876"
+    "a19876a29976a39a75a49b75a59c75a69c75a79d75a89e74a99f74aaa074aba174aca173ada273"
+    "aea373afa473b0a572b1a672b2a672b4a771b5a871b6a971b7aa70b8ab70b9ab70baac6fbbad6f"
+    "bcae6ebdaf6ebeb06ebfb16dc0b16dc1b26cc2b36cc3b46cc5b56bc6b66bc7b76ac8b86ac9b869"
+    "cab969cbba68ccbb68cdbc67cebd67d0be66d1bf66d2c065d3c065d4c164d5c263d6c363d7c462"
+    "d8c561d9c661dbc760dcc860ddc95fdeca5edfcb5de0cb5de1cc5ce3cd5be4ce5be5cf5ae6d059"
+    "e7d158e8d257e9d356ebd456ecd555edd654eed753efd852f0d951f1da50f3db4ff4dc4ef5dd4d"
+    "f6de4cf7df4bf9e049fae048fbe147fce246fde345ffe443ffe542ffe642ffe743ffe844ffe945"
+)
+CIVIDIS = tuple(f"#{_HEX[i : i + 6]}" for i in range(0, len(_HEX), 6))
+"""Holds the colour map's 256 colours without the darkest 48, to be visible on black."""
 VERDICTS = {"runs": BLUE, "tight": SKY, "does not fit": ORANGE, "ruled out": GREY}
 CHOSEN = VERMILLION
 
@@ -76,33 +83,32 @@ CHOSEN = VERMILLION
 def group_colors(count: int) -> tuple[str, ...]:
     """Return a colour for each group: categories, or cividis where there are more groups.
 
-    Cividis starts at DARKEST, to be visible on black. More than 256 - DARKEST groups share colours.
+    More groups than colours of CIVIDIS share colours.
     """
     if count <= len(CATEGORIES):
         return CATEGORIES[:count]
-    scale = cividis(256)[DARKEST:]
-    shown = min(count, len(scale))
-    return tuple(scale[round(i * (len(scale) - 1) / (shown - 1))] for i in range(shown))
+    shown = min(count, len(CIVIDIS))
+    return tuple(CIVIDIS[round(i * (len(CIVIDIS) - 1) / (shown - 1))] for i in range(shown))
 
 
 GIB = 2**30
 ROW_PIXELS, FRAME_PIXELS = 30, 84
 MOST_BARS = 120_000
 """Limits the bars: more take a browser too long."""
-FONT = "12px"
+FONT, DASHED = "12px", [6]
 EDGES = {edge: edge for edge in ("left", "right", "bottom", "top")}  # columns of the same names
 MARKS = {"star": "★", "x": "\N{MULTIPLICATION SIGN}"}
 
 
-def plot(dimensions: str = "both", **options: object) -> figure:
+def plot(dimensions: str = "both", **options: object) -> Figure:
     """Create a figure of the page's width; dragging a box zooms, as does the wheel with Ctrl."""
     tools = [
-        BoxZoomTool(dimensions=dimensions),
-        PanTool(dimensions=dimensions),
-        WheelZoomTool(dimensions=dimensions, modifiers={"ctrl": True}),
-        ResetTool(),
+        box_zoom_tool(dimensions),
+        Model("PanTool", dimensions=dimensions),
+        Model("WheelZoomTool", dimensions=dimensions, renderers="auto", modifiers={"ctrl": True}),
+        Model("ResetTool"),
     ]
-    made = figure(sizing_mode="stretch_width", tools=tools, toolbar_location="above", **options)
+    made = Figure(sizing_mode="stretch_width", tools=tools, toolbar_location="above", **options)
     made.toolbar.logo = None
     made.toolbar.active_drag = tools[0]
     made.toolbar.active_scroll = tools[2]
@@ -115,7 +121,7 @@ def plot(dimensions: str = "both", **options: object) -> figure:
     return made
 
 
-def hover(tooltips: Sequence[tuple[str, str]], **options: object) -> HoverTool:
+def hover(tooltips: Sequence[tuple[str, str]], **options: object) -> Model:
     """Create a tooltip with a table of names and values."""
     rows = "".join(
         f'<div><span class="tip">{name}</span> {value}</div>' for name, value in tooltips
@@ -125,25 +131,27 @@ def hover(tooltips: Sequence[tuple[str, str]], **options: object) -> HoverTool:
         '<div style="max-width:320px;font:12px/1.45 '
         f'system-ui,sans-serif;color:#14181f">{style}{rows}</div>'
     )
-    return HoverTool(tooltips=page, **options)
+    return Model("HoverTool", tooltips=page, sort_by=None, **{"renderers": "auto", **options})
 
 
-def keys(made: figure) -> list[tuple[str, str, str]]:
+def keys(made: Figure) -> list[tuple[str, str, str]]:
     """Return (name, colour, mark) of the figure's legend, which the page shows below it.
 
     A renderer without a name is left out.
     """
     found: dict[str, tuple[str, str, str]] = {}
     for renderer in made.renderers:
-        name, glyph = renderer.name, renderer.glyph
+        name = getattr(renderer, "name", "")
         if name and name not in found:
-            is_line = isinstance(glyph, Line)
-            mark = "line" if is_line else MARKS.get(getattr(glyph, "marker", ""), "")
-            found[name] = (name, str(glyph.line_color if is_line else glyph.fill_color), mark)
+            glyph = renderer.glyph
+            is_line = glyph._type == "Line"
+            mark = getattr(glyph, "marker", {}).get("value", "")
+            color = glyph.line_color if is_line else glyph.fill_color.get("value", "")
+            found[name] = (name, color, "line" if is_line else MARKS.get(mark, ""))
     return list(found.values())
 
 
-def memory_chart(memory: Memory) -> figure:
+def memory_chart(memory: Memory) -> Figure:
     """Chart the peak-memory GPU of each pipeline rank against a GPU's capacity."""
     stages = [f"stage {stage.stage}" for stage in memory.stages]
     parts = {
@@ -164,7 +172,7 @@ def memory_chart(memory: Memory) -> figure:
     return made
 
 
-def parts_chart(timeline: StepTimeline) -> figure:
+def parts_chart(timeline: StepTimeline) -> Figure:
     """Chart the parts of each pipeline rank's step."""
     values = (
         [r.compute_seconds for r in timeline.ranks],
@@ -201,7 +209,7 @@ def _stacked(
     colors: Mapping[str, str],
     end: float,
     unit: str,
-) -> figure:
+) -> Figure:
     """Draw a stacked bar for each row, of the columns that have a colour.
 
     rows: the column with the rows' names, from the top
@@ -209,32 +217,33 @@ def _stacked(
     made = plot(
         "width",
         name=name,
-        y_range=FactorRange(*reversed(columns[rows]), range_padding=0.1),
+        y_range=[*reversed(columns[rows])],
         x_range=(0, end),
         height=FRAME_PIXELS + ROW_PIXELS * len(columns[rows]),
         x_axis_label=unit,
     )
-    source = ColumnDataSource(dict(columns))
+    source = data_source(columns)
     made.hbar_stack(
-        list(colors), y=rows, height=0.72, color=list(colors.values()), source=source, line_width=0
+        list(colors), y=rows, height=0.72, colors=list(colors.values()), source=source, line_width=0
     )
     made.ygrid.grid_line_color = None
     return made
 
 
-def _capacity_line(capacity: float) -> Span:
+def _capacity_line(capacity: float) -> Model:
     """Draw a GPU's capacity (GiB)."""
-    return Span(
+    return Model(
+        "Span",
         location=capacity,
         dimension="height",
         line_width=2,
-        line_dash="dashed",
+        line_dash=DASHED,
         tags=["ink"],
         name="capacity",
     )
 
 
-def timeline_chart(timeline: StepTimeline) -> figure:
+def timeline_chart(timeline: StepTimeline) -> Figure:
     """Chart every pipeline rank's step; the grey background is idle time."""
     ranks = sampled_ranks(timeline, MOST_BARS)
     row = {rank: place for place, rank in enumerate(ranks)}
@@ -273,7 +282,7 @@ def timeline_chart(timeline: StepTimeline) -> figure:
                 [*about, ("from", "@left{0.0000} s"), ("to", "@right{0.0000} s")], renderers=[drawn]
             )
         )
-    made.yaxis.ticker = list(range(len(ranks)))
+    made.yaxis.ticker = fixed_ticker(range(len(ranks)))
     made.yaxis.major_label_overrides = {place: f"rank {rank}" for rank, place in row.items()}
     made.ygrid.grid_line_color = None
     made.xgrid.grid_line_color = None
@@ -282,7 +291,7 @@ def timeline_chart(timeline: StepTimeline) -> figure:
 
 def _bars_by_kind(
     timeline: StepTimeline, row: Mapping[int, int]
-) -> Iterator[tuple[int, str, ColumnDataSource]]:
+) -> Iterator[tuple[int, str, Model]]:
     """Yield (kind, its name, its bars) of each kind in the timeline.
 
     row: place from the top by pipeline rank
@@ -309,11 +318,11 @@ def _bars_by_kind(
             yield (
                 kind,
                 name,
-                ColumnDataSource({key: values[of_kind] for key, values in columns.items()}),
+                data_source({key: values[of_kind] for key, values in columns.items()}),
             )
 
 
-def space_chart(space: LayoutSpace, chosen_words: str, capacity_bytes: int) -> figure:
+def space_chart(space: LayoutSpace, chosen_words: str, capacity_bytes: int) -> Figure:
     """Chart every layout by memory and step time, both logarithmic; the best are near the lower
     left."""
     made = plot(
@@ -372,7 +381,8 @@ def space_chart(space: LayoutSpace, chosen_words: str, capacity_bytes: int) -> f
     made.add_layout(_capacity_line(capacity))
     label = f"{capacity:g} GiB"
     made.add_layout(
-        Label(
+        Model(
+            "Label",
             x=capacity,
             y=6,
             y_units="screen",
@@ -384,14 +394,14 @@ def space_chart(space: LayoutSpace, chosen_words: str, capacity_bytes: int) -> f
     )
     made.xaxis.ticker = _doublings([p.peak_bytes / GIB for p in space.points])
     made.yaxis.ticker = _doublings([p.step_seconds for p in space.points])
-    made.axis.formatter = CustomJSTickFormatter(
-        code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)"
+    made.axis.formatter = Model(
+        "CustomJSTickFormatter", code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)"
     )
     return made
 
 
-def _space_source(points: Sequence[LayoutPoint], reasons: list[str]) -> ColumnDataSource:
-    return ColumnDataSource(
+def _space_source(points: Sequence[LayoutPoint], reasons: list[str]) -> Model:
+    return data_source(
         {
             "gib": [p.peak_bytes / GIB for p in points],
             "seconds": [p.step_seconds for p in points],
@@ -401,16 +411,14 @@ def _space_source(points: Sequence[LayoutPoint], reasons: list[str]) -> ColumnDa
     )
 
 
-def _doublings(values: Sequence[float]) -> FixedTicker:
+def _doublings(values: Sequence[float]) -> Model:
     """Return ticks of a logarithmic axis: every power of two, or of four where there are many."""
     first, last = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     stride = 1 if last - first <= 8 else 2
-    return FixedTicker(
-        ticks=[2.0**power for power in range(first - 4, last + 5) if power % stride == 0]
-    )
+    return fixed_ticker([2.0**power for power in range(first - 4, last + 5) if power % stride == 0])
 
 
-def _space_hover(drawn: object) -> HoverTool:
+def _space_hover(drawn: object) -> Model:
     rows = (
         ("", "<b>@layout</b>"),
         ("memory", "@gib{0.0} GiB"),
@@ -420,13 +428,13 @@ def _space_hover(drawn: object) -> HoverTool:
     return hover(rows, renderers=[drawn])
 
 
-def loss_chart(run: MeasuredRun) -> figure:
+def loss_chart(run: MeasuredRun) -> Figure:
     steps = [s.step for s in run.drawn]
     made = plot(name="loss", height=300, x_axis_label="step", y_axis_label="loss")
     drawn = made.line(
         "step",
         "loss",
-        source=ColumnDataSource(
+        source=data_source(
             {
                 "step": steps,
                 "loss": [s.loss for s in run.drawn],
@@ -438,7 +446,7 @@ def loss_chart(run: MeasuredRun) -> figure:
         name="training",
     )
     if run.evaluations:
-        source = ColumnDataSource(
+        source = data_source(
             {
                 "step": [e.step for e in run.evaluations],
                 "loss": [e.loss for e in run.evaluations],
@@ -465,14 +473,14 @@ def loss_chart(run: MeasuredRun) -> figure:
     return made
 
 
-def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
+def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> Figure:
     """Chart each step's seconds against the prediction."""
     made = plot(name="seconds", height=260, x_axis_label="step", y_axis_label="seconds")
     steps, seconds = [s.step for s in run.drawn], [s.step_seconds for s in run.drawn]
     drawn = made.scatter(
         "step",
         "seconds",
-        source=ColumnDataSource({"step": steps, "seconds": seconds}),
+        source=data_source({"step": steps, "seconds": seconds}),
         size=4,
         color=VERDICTS["runs"],
         name="measured",
@@ -481,7 +489,7 @@ def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
         [steps[0], steps[-1]],
         [predicted_seconds] * 2,
         line_width=2,
-        line_dash="dashed",
+        line_dash=DASHED,
         line_color=ORANGE,
         name="predicted",
     )
@@ -524,7 +532,7 @@ def grid_of(nodes: int, gpus_per_node: int) -> Grid:
     return Grid(columns=columns, rows=-(-nodes // columns), wide=wide, high=high)
 
 
-def cluster_map(plan: Plan) -> figure:
+def cluster_map(plan: Plan) -> Figure:
     """Draw the cluster of all islands that the plan covers; their layouts are the same."""
     copies = max(1, len(plan.island_numbers))
     nodes, cells = plan.nodes * copies, len(plan.ranks) * copies
@@ -542,15 +550,17 @@ def cluster_map(plan: Plan) -> figure:
         lod_threshold=None,
     )
     degree = plan.strategy.pipeline
-    mapper = LinearColorMapper(palette=list(group_colors(degree)), low=-0.5, high=degree - 0.5)
-    source = ColumnDataSource(columns)
+    mapper = Model(
+        "LinearColorMapper", palette=list(group_colors(degree)), low=-0.5, high=degree - 0.5
+    )
+    source = data_source(columns)
     drawn = made.rect(
         "x",
         "y",
         width=0.94,
         height=0.94,
         source=source,
-        fill_color={"field": "pipeline", "transform": mapper},
+        fill_color=field_of("pipeline", transform=mapper),
         line_width=0,
         nonselection_fill_alpha=0.12,
         name="cells",
@@ -564,16 +574,17 @@ def cluster_map(plan: Plan) -> figure:
             text_align="center",
             text_baseline="middle",
             text_font_size="11px",
-            text_color="ink",
+            text_color=field_of("ink"),
             nonselection_text_alpha=0.25,
         )
-    made.add_tools(_cell_hover(plan, source, drawn, copies), TapTool(renderers=[drawn]))
-    source.selected.js_on_change("indices", CustomJS(args={"source": source}, code=PEERS))
+    made.add_tools(_cell_hover(plan, source, drawn, copies), Model("TapTool", renderers=[drawn]))
+    callback = Model("CustomJS", args={"source": source}, code=PEERS)
+    source.selected.js_property_callbacks = {"change:indices": [callback]}
     made.grid.visible = False
     made.xaxis.visible = False
     if nodes <= ROWS_UP_TO:
         middle = [n * (grid.high + GAP) + (grid.high - 1) / 2 for n in range(nodes)]
-        made.yaxis.ticker = middle
+        made.yaxis.ticker = fixed_ticker(middle)
         of = [f"island {n // plan.nodes}, " if copies > 1 else "" for n in range(nodes)]
         made.yaxis.major_label_overrides = {
             m: f"{of[n]}node {n % plan.nodes}" for n, m in enumerate(middle)
@@ -605,15 +616,16 @@ def _columns(plan: Plan, copies: int, grid: Grid) -> dict[str, object]:
     }
 
 
-def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object, islands: int) -> HoverTool:
+def _cell_hover(plan: Plan, source: Model, cells: object, islands: int) -> Model:
     """Create the tooltip of a rank: position, groups, layers and parameter bytes."""
     resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
-    layers = CustomJSHover(args={"held": layer_ranges(plan)}, code="return held[value]")
+    layers = Model("CustomJSHover", args={"held": layer_ranges(plan)}, code="return held[value]")
     table = [
         [resident[p, t] / 2**30 for t in range(plan.strategy.tensor)]
         for p in range(plan.strategy.pipeline)
     ]
-    share = CustomJSHover(
+    share = Model(
+        "CustomJSHover",
         args={"table": table, "source": source},
         code="""
 const i = source.data.rank.indexOf ? source.data.rank.indexOf(value) : value

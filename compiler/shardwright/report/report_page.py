@@ -1,4 +1,4 @@
-"""Render the page: the plan's numbers as text, charts as Bokeh's JSON, styles and scripts in one
+"""Render the page: the plan's numbers as text, charts as BokehJS's JSON, styles and scripts in one
 file."""
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from bokeh.embed import json_item
-from bokeh.plotting import figure
-from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -29,7 +26,8 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.monitor.run_files import read_save_statistics
 from shardwright.plan.plan import Plan, plan_document
 from shardwright.recipe.recipe_types import weights_summary
-from shardwright.report import report_charts
+from shardwright.report import bokeh_document, report_charts
+from shardwright.report.bokeh_document import Figure, chart_json
 from shardwright.report.diloco_charts import IslandsRun, loss_chart, read_islands_run, waits_chart
 from shardwright.report.layout_space import LayoutSpace, layout_space
 from shardwright.report.plan_sentences import (
@@ -133,8 +131,8 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         artifacts=list(_artifacts(subject.folder)),
         style=Markup((templates_folder() / "report/page.css").read_text("utf-8")),
         script=Markup((templates_folder() / "report/page.js").read_text("utf-8")),
-        bokeh=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
-        items=_embedded({name: json_item(chart) for name, chart in drawn.items()}),
+        bokeh=Markup(bokeh_document.script()),
+        items=_embedded({name: chart_json(name, chart) for name, chart in drawn.items()}),
         palettes=_embedded(
             {
                 axis: {"degree": degree, "colours": list(group_colors(degree))}
@@ -154,7 +152,7 @@ def _charts(
     space: LayoutSpace,
     run: MeasuredRun | None,
     islands: IslandsRun | None,
-) -> Iterator[tuple[str, figure]]:
+) -> Iterator[tuple[str, Figure]]:
     plan = subject.plan
     yield "cluster", cluster_map(plan)
     yield "memory", report_charts.memory_chart(plan.predicted.memory)
