@@ -1,4 +1,5 @@
-"""What draws the charts without the package bokeh writes what bokeh itself reads, and would write."""
+"""What draws the charts without the package bokeh writes what bokeh itself reads, and would
+write."""
 
 from __future__ import annotations
 

@@ -199,7 +199,8 @@ class Figure(Model):
         return self._draw("Line", {"x": x, "y": y}, **options)
 
     def scatter(self, x: Any, y: Any, **options: Any) -> Model:
-        given = {key: options.pop(key) for key in ("size", "marker") if key in options}
+        marks = options.keys() & {"size", "marker"}
+        given: dict[str, Any] = {key: options.pop(key) for key in sorted(marks)}
         return self._draw("Scatter", {"x": x, "y": y, **_values(given)}, **options)
 
     def rect(self, x: str, y: str, width: float, height: float, **options: Any) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -100,7 +101,7 @@ EDGES = {edge: edge for edge in ("left", "right", "bottom", "top")}  # columns o
 MARKS = {"star": "★", "x": "\N{MULTIPLICATION SIGN}"}
 
 
-def plot(dimensions: str = "both", **options: object) -> Figure:
+def plot(dimensions: str = "both", **options: Any) -> Figure:
     """Create a figure of the page's width; dragging a box zooms, as does the wheel with Ctrl."""
     tools = [
         box_zoom_tool(dimensions),
