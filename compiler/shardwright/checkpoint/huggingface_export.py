@@ -22,10 +22,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from shardwright.checkpoint.checkpoint_compatibility import incomplete_checkpoint
 from shardwright.checkpoint.checkpoint_loader import CheckpointReader
 from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, damages, read_checksums
 from shardwright.checkpoint.checkpoint_saver import save_safetensors
+from shardwright.checkpoint.model_folder_checks import check_output_folder, damaged_checkpoint
 from shardwright.data.conversations import end_of_turn_id
 from shardwright.data.data_sources import all_data_sections, data_sections
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
@@ -70,10 +70,7 @@ def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
                 for name in _files_without_checksum(checkpoint, plan)
             ]
     if wrong:
-        help = "Name a `step-XXXXXXXX` folder in the compiled folder's checkpoint directory."
-        raise Refusal(
-            *(d for why in wrong for d in incomplete_checkpoint(checkpoint, why, help).diagnostics)
-        )
+        raise damaged_checkpoint(checkpoint, wrong)
     require_trust(plan.model.remote_code, (checkpoint / plan.model.config_file).parent, trust_code)
     return plan
 
@@ -267,12 +264,7 @@ def export_checkpoint(
     SW6401; leaves no partial folder.
     """
     plan = open_checkpoint(checkpoint, trust_code)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise refusal(
-            "SW6401",
-            f"{str(output)!r} exists and is not an empty folder",
-            "Name a folder that does not exist yet.",
-        )
+    check_output_folder(output)
     with torch.device("meta"):
         config = load_config(plan, checkpoint)
         model = task_named(plan.model.task).auto_class.from_config(config, trust_remote_code=False)

@@ -4,7 +4,6 @@ generate, in one process."""
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,13 +27,14 @@ from shardwright.checkpoint.huggingface_export import (
     require_trust,
     tokenizer_files,
 )
+from shardwright.checkpoint.model_folder_checks import cannot_generate, read_model_config
 from shardwright.data.chat_format import Message, TemplateError
 from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
 from shardwright.data.data_sources import all_data_sections
 from shardwright.data.image_files import MAX_IMAGE_PIXELS, DamagedImage, inspect_image
 from shardwright.data.image_inputs import ImageProcessor
 from shardwright.data.tokenizers import special_tokens
-from shardwright.diagnostics import Refusal, refusal
+from shardwright.diagnostics import Refusal
 from shardwright.models.byte_tokenizer import byte_tokenizer
 from shardwright.models.remote_code_import import needs_remote_code, read_remote_code, register
 from shardwright.models.tasks.task_registry import CAUSAL_LM, CONTRASTIVE, task_of_type
@@ -42,7 +42,6 @@ from shardwright.parallel.model_loading import DTYPES, load_config
 from shardwright.parallel.weight_files import SliceRange
 from shardwright.parallel.weight_loader import WeightLoader, empty_model
 from shardwright.plan.plan import Plan
-from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.recipe_types import ImagesSection
 from shardwright.utils.json_values import JsonValue
 
@@ -132,10 +131,10 @@ def _explained(folder: Path, device: torch.device) -> Iterator[None]:
         help = (
             "Run `CUDA_VISIBLE_DEVICES= shardwright generate ...` to use the CPU and host memory."
         )
-        raise _unusable(folder, f"the model does not fit on {device}", help) from None
+        raise cannot_generate(folder, f"the model does not fit on {device}", help) from None
     except Exception as error:  # an untrusted folder may make transformers raise anything
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        raise _unusable(folder, f"{type(error).__name__}: {lines[0][:300]}") from None
+        raise cannot_generate(folder, f"{type(error).__name__}: {lines[0][:300]}") from None
 
 
 def _generate_text(
@@ -163,7 +162,9 @@ def _generate_text(
     free_positions = positions - length
     if not length or free_positions < 1:
         why = f"the prompt's {length:,} tokens fill the model's {positions:,} positions"
-        raise _unusable(folder, why if length else "the prompt is empty", "Use another prompt.")
+        raise cannot_generate(
+            folder, why if length else "the prompt is empty", "Use another prompt."
+        )
     # The end ids of the model's generation_config (chat models have several), else the tokenizer's.
     ends = end_ids(model.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
     # A new configuration: the folder's file may set beams, penalties or lengths.
@@ -197,11 +198,11 @@ def image_prompt_inputs(
     SW6132 and SW6402."""
     image_processor = loaded.image_processor
     if image_processor is None:
-        raise _unusable(folder, "its model takes no images", "Leave --image out.")
+        raise cannot_generate(folder, "its model takes no images", "Leave --image out.")
     try:
         sources = [inspect_image(str(image.absolute()), Path("/")) for image in images]
     except DamagedImage as why:
-        raise _unusable(folder, str(why), "Use an image that Pillow can open.") from None
+        raise cannot_generate(folder, str(why), "Use an image that Pillow can open.") from None
     content: list[JsonValue] = [
         *[{"type": "image"}] * len(images),
         {"type": "text", "text": prompt},
@@ -212,14 +213,16 @@ def image_prompt_inputs(
         try:
             text = _RENDERER.prompt(loaded.template, [message], special_tokens(loaded.tokenizer))
         except (TemplateError, RenderLimitExceeded) as error:
-            raise _unusable(folder, f"its chat template refuses the question: {error}") from None
+            raise cannot_generate(
+                folder, f"its chat template refuses the question: {error}"
+            ) from None
     written = image_processor.expand(text, [], sources)
     if written is None:
         cause = (
             f"its chat template does not write {image_processor.token!r} once for each image, or "
             "the prompt contains it"
         )
-        raise _unusable(
+        raise cannot_generate(
             folder, cause, "Remove it from the prompt, or add a chat template that supports images."
         )
     # A template writes the special tokens itself.
@@ -286,7 +289,7 @@ def _tokenizer_of(plan: Plan, checkpoint: Path) -> Any:
         help = (
             "Run `shardwright export`, and save the tokenizer of the ids into the exported folder."
         )
-        raise _unusable(checkpoint, "it was trained on token ids and has no tokenizer", help)
+        raise cannot_generate(checkpoint, "it was trained on token ids and has no tokenizer", help)
     return AutoTokenizer.from_pretrained(
         max(folders), local_files_only=True, trust_remote_code=False
     )
@@ -295,23 +298,7 @@ def _tokenizer_of(plan: Plan, checkpoint: Path) -> Any:
 def _load_huggingface_model(
     folder: Path, device: torch.device, trust_code: str | None
 ) -> LoadedModel:
-    try:
-        document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        if (folder / "adapter_config.json").is_file():
-            help = "Export the step folder again with --merge, or name the step folder itself."
-            raise _unusable(folder, "it holds only adapters", help) from None
-        if (other := foreign_checkpoint_error(folder)) is not None:
-            raise Refusal(other) from None
-        steps = sorted(str(path.parent) for path in folder.glob(f"*/step-*/{MANIFEST}"))
-        help = (
-            f"Name the run's newest checkpoint, {steps[-1]}"
-            if steps
-            else "Name a `step-XXXXXXXX` folder of a run, or a folder with config.json and "
-            "safetensors files."
-        )
-        why = "it is neither a checkpoint nor a Hugging Face model"
-        raise _unusable(folder, why, help) from None
+    document = read_model_config(folder)
     if needs_remote_code(document):
         code = read_remote_code(folder, document)
         require_trust(code, folder, trust_code)
@@ -355,15 +342,6 @@ def _with_image_processor(
 
 def _contrastive_refusal(folder: Path, model_type: str) -> Refusal:
     help = "Run `shardwright export`, and use transformers' AutoModel and AutoProcessor."
-    return _unusable(
+    return cannot_generate(
         folder, f"a {model_type!r} compares images with captions and writes no text", help
-    )
-
-
-def _unusable(folder: Path, why: str, help: str = "") -> Refusal:
-    return refusal(
-        "SW6402",
-        f"no text can be generated from {str(folder)!r}: {why}",
-        help
-        or f"Transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer must load the folder.",
     )

@@ -43,7 +43,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from shardwright.checkpoint.huggingface_export import export_checkpoint
+    from shardwright.checkpoint.model_folder_checks import check_output_folder, check_step_folder
+
+    check_step_folder(args.checkpoint)
+    check_output_folder(args.output)
+    from shardwright.checkpoint.huggingface_export import export_checkpoint  # imports torch
 
     if export_checkpoint(
         args.checkpoint, args.output, args.precision, merge=args.merge, trust_code=args.trust_code
@@ -113,7 +117,10 @@ def run_generate(args: argparse.Namespace) -> int:
     except UnicodeError:
         error("the prompt is not UTF-8 text")
         return 1
-    from shardwright.checkpoint.text_generation import GenerationRequest, generate
+    from shardwright.checkpoint.model_folder_checks import check_model_folder
+
+    check_model_folder(args.folder)
+    from shardwright.checkpoint.text_generation import GenerationRequest, generate  # imports torch
 
     wish = GenerationRequest(
         prompt=prompt,
