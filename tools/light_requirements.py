@@ -11,15 +11,13 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = {"deepspeed", "torch", "transformers"}
 TOOLS = {"hypothesis", "import-linter", "jsonschema", "pytest", "pytest-xdist", "ruff"}
 
 
 def requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = [*project["optional-dependencies"]["test"], *project["optional-dependencies"]["dev"]]
-    needed = [r for r in project["dependencies"] if _name(r) not in HEAVY]
-    return needed + [r for r in extras if _name(r) in TOOLS]
+    return [*project["dependencies"], *(r for r in extras if _name(r) in TOOLS)]
 
 
 def _name(requirement: str) -> str:

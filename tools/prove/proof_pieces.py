@@ -145,6 +145,11 @@ PIECES: dict[str, Piece] = {
         source_paths=(*COST, "cli"),
         areas=("plan-speed",),
     ),
+    "light-install": Piece(
+        tests=("tests/packaging/test_light_install.py",),
+        source_paths=(*COST, "cli", "report", "utils/installation.py"),
+        areas=("light-install",),
+    ),
     "why-not": Piece(
         tests=("tests/unit/cli/test_why_not.py",), source_paths=COST, areas=("why-not",)
     ),

@@ -145,6 +145,10 @@ def run_tune(args: argparse.Namespace) -> int:
         error(wrong)
         return 1
     recipe = load_recipe(args.recipe, args.overrides)
+    from shardwright.utils.installation import missing_modules
+
+    if absent := missing_modules("`tune`", "torch", "transformers"):
+        raise absent  # once, where each layout's own process would find it
     from shardwright.calibrate.layout_trials import tune
     from shardwright.utils.child_processes import sigterm_as_interrupt
     from shardwright.utils.file_io import write_atomically

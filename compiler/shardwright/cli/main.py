@@ -147,6 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say(f"{error.filename or 'standard output'}: no space left on the device")
         return REFUSED
+    except ModuleNotFoundError as error:
+        from shardwright.utils.installation import missing_import
+
+        return _failed(missing_import(error, f"`{arguments[0]}`") or error)
     except Exception as error:
         return _failed(error)
 
@@ -235,11 +239,12 @@ def run_completion(args: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         from shardwright.diagnostics import refusal
+        from shardwright.utils.installation import install_command
 
         raise refusal(
             "SW1441",
             "completion needs the package shtab, which is not installed",
-            "Run `pip install shtab` (or `pip install 'shardwright[completion]'`) and try again.",
+            f"Run `pip install shtab` (or `{install_command('shtab')}`) and try again.",
         ) from None
     print(shtab.complete(completion_parser(shtab.FILE, shtab.DIRECTORY), shell=args.shell))
     return 0

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from shardwright.data.chat_format import drop_nulls
 from shardwright.data.tokenizers import without_surrogates
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.utils.installation import install_command
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 BOM = b"\xef\xbb\xbf"
@@ -141,8 +142,7 @@ class _ZstdFrames(io.RawIOBase):
             raise refusal(
                 "SW6118",
                 f"{name!r} is compressed with zstd, and the package zstandard is not installed",
-                "pip install zstandard (it is in 'shardwright[data]'), or unpack the file with "
-                "`zstd -d`.",
+                f"Run {install_command('zstandard')}, or unpack the file with `zstd -d`.",
             ) from None
         self._raw, self._new_frame = raw, zstandard.ZstdDecompressor().decompressobj
         self._frame: Any = None
@@ -543,7 +543,7 @@ def _parquet(name: str, column: str | None, report: RecordCounts) -> Iterator[Re
         raise refusal(
             "SW6118",
             "parquet files need pyarrow, which is not installed",
-            "Run pip install 'shardwright[data]'",
+            f"Run {install_command('pyarrow')}",
         ) from None
     try:
         file = pyarrow.parquet.ParquetFile(name)

@@ -87,6 +87,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1441": "completion needs a package that is not installed",
     "SW1442": "the file that init would write already exists",
     "SW1443": "init finds no layout for the model on the cluster",
+    "SW1445": "a command needs packages that an extra installs",
     "SW1451": "a launch command that cannot be read",
     "SW1452": "a settings file that import cannot read",
     "SW1453": "the file that import would write already exists or cannot be written",

@@ -76,8 +76,7 @@ class Engine:
     program: the command with which the launch scripts start the ranks
     reads_hosts: the engine takes the hosts' names from a hostfile
     packages: required package -> tested versions
-    extra: the optional dependency group that installs them, where `pip install shardwright` does
-        not
+    extra: the optional dependency group that installs them
     artifacts: what the engine writes at the top of the compiled folder; a folder ends with a slash
     inputs: those artifacts that a run reads as data
     precisions: those that the engine trains in
@@ -107,7 +106,7 @@ class Engine:
     program: str
     reads_hosts: bool = True
     packages: Mapping[str, str] = field(default_factory=dict)
-    extra: str = ""
+    extra: str = "train"
     artifacts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)

@@ -87,14 +87,14 @@ def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
         if version and SpecifierSet(tested).contains(version):
             continue
         have = f"{name} {version} was not tested" if version else f"{name} is not installed"
-        wanted = f"shardwright[{engine.extra}]" if engine.extra else "shardwright"
+        instead = "" if engine.name == DEFAULT_TARGET else f", or write `target: {DEFAULT_TARGET}`"
         message = f"target: {engine.name} runs on {name} {tested}: {have}"
         errors.append(
             found(
                 "SW1923",
                 "target",
                 message,
-                f"pip install '{wanted}', or write `target: {DEFAULT_TARGET}`.",
+                f"pip install 'shardwright[{engine.extra}]'{instead}.",
             )
         )
     return tuple(errors)

@@ -23,6 +23,7 @@ from shardwright.train.experiment_trackers import missing_trackers
 from shardwright.utils.child_processes import program_path
 from shardwright.utils.file_io import read_regular_text_file
 from shardwright.utils.installation import (
+    install_command,
     missing_compiler,
     missing_flash_attention,
     missing_peft,
@@ -79,18 +80,12 @@ def check_versions(plan: Plan) -> list[str]:
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    warnings, errors = [], []
+    warnings, errors, missing = [], [], []
     for name, tested in tested_versions(plan).items():
         try:
             planned, installed = plan.versions[name], metadata.version(name)
         except metadata.PackageNotFoundError:
-            text = (
-                f"the plan was made with {name} {plan.versions[name]}, which is not installed here"
-            )
-            help = (
-                f"Install {name} {plan.versions[name]}, or compile the recipe for another target."
-            )
-            errors.append(Diagnostic(code="SW6002", message=text, help=help))
+            missing.append(f"{name} {plan.versions[name]}")
             continue
         if Version(installed).base_version == Version(planned).base_version:
             continue
@@ -106,6 +101,12 @@ def check_versions(plan: Plan) -> list[str]:
             )
             help = f"Install {name} {planned}, or compile the recipe again here."
             errors.append(Diagnostic(code="SW6002", message=text, help=help))
+    if missing:
+        are = "are" if len(missing) > 1 else "is"
+        text = f"the plan was made with {', '.join(missing)}, which {are} not installed here"
+        extra = engine_of(plan).extra
+        help = f"Run pip install 'shardwright[{extra}]', or compile the recipe for another target."
+        errors.append(Diagnostic(code="SW6002", message=text, help=help))
     if errors:
         raise Refusal(*errors)
     return warnings
@@ -129,10 +130,7 @@ def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterat
         yield found("SW6004", None, "fp16 does not run on a CPU: DeepSpeed refuses it", help)
     program = engine_of(plan).program
     if shutil.which(program, path=program_path()) is None:
-        help = (
-            "Install shardwright with its dependencies (pip install shardwright) and use its "
-            "command."
-        )
+        help = f"Run {install_command('deepspeed')} and use its `shardwright` command."
         yield found("SW6005", None, f"there is no `{program}` command in this environment", help)
     yield from missing_trackers(plan)
     weights = plan.model.weights_path

@@ -31,7 +31,7 @@ from shardwright.models.weights_check import (
 )
 from shardwright.recipe.recipe_types import ModelSection
 from shardwright.utils.file_io import parse_json
-from shardwright.utils.installation import installed_version
+from shardwright.utils.installation import installed_version, missing_modules
 from shardwright.utils.json_values import JsonObject, read_record
 
 # The cache of traced graphs on disk. A file that cannot be read or written means tracing again.
@@ -43,6 +43,7 @@ GRAPH_VERSION = 1
 """Raised where a graph changes although no hashed source file does (the file format, for
 example)."""
 
+TRACING = "tracing a model whose graph does not come with shardwright"
 # Packages whose sources decide a graph's content.
 PACKAGE = Path(__file__).parent.parent
 _TRACING = ("models", "recipe", "utils")
@@ -137,8 +138,9 @@ def _path(key: str) -> Path | None:
     return None if folder is None else folder / "graphs" / f"{key}.json.gz"
 
 
-# The catalog's traced graphs: graphs.zip, one member for each distinct configuration, written by
-# `make generated`; used only with the torch and transformers versions that traced them.
+# The traced graphs of the catalog and of the shipped recipes: graphs.zip, one member for each
+# distinct configuration, written by `make generated`; used only with the torch and transformers
+# versions that traced them.
 
 
 ARCHIVE = "graphs.zip"
@@ -147,10 +149,11 @@ ATTENTION = "auto"
 VERSIONS = "versions.json"
 
 
-def catalog_graph(config_text: str, attention: str) -> ModelGraph | None:
-    """Return the catalog's graph of this configuration (JSON with sorted keys).
+def catalog_graph(config_text: str, attention: str, inline: bool = False) -> ModelGraph | None:
+    """Return the shipped graph of this configuration (JSON with sorted keys).
 
-    None where the catalog lacks it, or was traced with other versions.
+    None where no graph of it is shipped, or the graphs were traced with other versions.
+    inline: the configuration is in the recipe, where it is checked more strictly.
     """
     if attention != ATTENTION:
         return None
@@ -165,7 +168,7 @@ def catalog_graph(config_text: str, attention: str) -> ModelGraph | None:
                 version not in (None, recorded.get(name)) for name, version in versions().items()
             ):
                 return None
-            return graph_from_json(archive.read(member(config_text)))
+            return graph_from_json(archive.read(member(config_text, inline)))
     except (KeyError, zipfile.BadZipFile, *UNREADABLE):  # KeyError: no such member
         return None
 
@@ -183,8 +186,9 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def member(config_text: str) -> str:
-    return hashlib.sha256(config_text.encode()).hexdigest()[:32]
+def member(config_text: str, inline: bool = False) -> str:
+    text = f"inline {config_text}" if inline else config_text
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 _KNOWN: dict[tuple[str, str, str, bool, str], ModelGraph] = {}
@@ -258,14 +262,14 @@ def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
 def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) -> ModelGraph:
     if graph_cache_is_off():
         return _trace(section, config, inline)
-    # A configuration in a recipe is checked more strictly, so it never comes from the catalog.
-    graph = None if inline else catalog_graph(text, section.attention)
+    graph = catalog_graph(text, section.attention, inline)
     if graph is not None and section.task in ("auto", graph.task):
         return graph
     # A model that several tasks can train has one graph for each.
-    key = cache_key(
-        text if section.task == "auto" else f"{section.task} {text}", section.attention, inline
-    )
+    text = text if section.task == "auto" else f"{section.task} {text}"
+    if graph is not None and (graph := catalog_graph(text, section.attention, inline)) is not None:
+        return graph
+    key = cache_key(text, section.attention, inline)
     graph = cached_graph(key)
     if graph is None:
         graph = _trace(section, config, inline)
@@ -274,6 +278,8 @@ def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) ->
 
 
 def _trace(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
+    if absent := missing_modules(TRACING, "torch", "transformers"):
+        raise absent
     from shardwright.models.graph_trace import trace_model_graph
     from shardwright.models.remote_code import load_remote_code
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.utils.installation import install_command
 
-INSTALL = "pip install 'shardwright[data]'"
+INSTALL = install_command("sentencepiece")
 
 
 def missing_packages(folder: Path) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from shardwright.diagnostics import Diagnostic, found
 from shardwright.monitor.run_files import read_json, write_json
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import WandbSection
+from shardwright.utils.installation import install_command
 
 Tracker = Callable[[int, Mapping[str, float]], None]
 """Logs a step's values by name."""
@@ -32,13 +33,12 @@ def missing_trackers(plan: Plan) -> tuple[Diagnostic, ...]:
         "tensorboard": tracking is not None and tracking.tensorboard,
         "wandb": tracking is not None and tracking.wandb is not None,
     }
-    help = "pip install 'shardwright[tracking]', or remove it from the recipe and compile again."
     return tuple(
         found(
             "SW6501",
             None,
             f"tracking.{name} needs the package {name}, which is not installed",
-            help,
+            f"{install_command(name)}, or remove it from the recipe and compile again.",
         )
         for name, asked in wanted.items()
         if asked and importlib.util.find_spec(name) is None

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, Refusal, found
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _REPOSITORY = _PACKAGE.parent.parent
@@ -32,14 +32,52 @@ def _folder(name: str) -> Path:
     return packaged if packaged.is_dir() else _REPOSITORY / name
 
 
-# Packages that only some runs need: what to say where one is not installed. Nothing of them is
-# imported here.
+# Packages that `pip install shardwright` leaves out: what to say where one is not installed.
+# Nothing of them is imported here.
+
+
+EXTRAS: dict[str, str] = {
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "deepspeed", "fsspec"), "train"),
+    "megatron": "megatron",
+    **dict.fromkeys(("PIL", "num2words"), "vision"),
+    "peft": "lora",
+    **dict.fromkeys(
+        ("datasets", "pyarrow", "google", "sentencepiece", "tiktoken", "zstandard"), "data"
+    ),
+    **dict.fromkeys(("tensorboard", "wandb"), "tracking"),
+    "shtab": "completion",
+}
+"""Top-level module -> the extra of pyproject.toml that installs it."""
+
+
+def install_command(module: str) -> str:
+    """Return the command that installs a module of EXTRAS."""
+    return f"pip install 'shardwright[{EXTRAS[module]}]'"
+
+
+def missing_modules(purpose: str, *modules: str) -> Refusal | None:
+    """Return SW1445 where modules of one extra are not installed.
+
+    purpose: what needs them, the subject of the message.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    message = f"{purpose} needs {' and '.join(missing)}: {install_command(missing[0])}"
+    help = "Without an extra, shardwright plans, checks, lints, imports, diffs, explains, reports."
+    return Refusal(found("SW1445", None, message, help))
+
+
+def missing_import(error: ModuleNotFoundError, purpose: str) -> Refusal | None:
+    """Return SW1445 for an import that failed because an extra is not installed."""
+    module = (error.name or "").partition(".")[0]
+    return missing_modules(purpose, module) if module in EXTRAS else None
 
 
 def missing_peft() -> Diagnostic | None:
     """LoRA trains through it."""
     message = "the run trains LoRA adapters, and peft is not installed here"
-    help = "pip install 'shardwright[lora]', on every host of the run."
+    help = f"{install_command('peft')}, on every host of the run."
     return _missing("peft", Diagnostic(code="SW6251", message=message, help=help, key=("lora",)))
 
 
