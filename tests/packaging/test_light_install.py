@@ -1,5 +1,8 @@
 """`make prove PIECES=light-install`: the wheel in a clean environment, with nothing but what it
-requires, is small and plans at once."""
+requires, is small and plans at once.
+
+The limit of a plan is in processor seconds, which other work on the machine does not lengthen much.
+A machine that does nothing else takes as many seconds of the clock, which are recorded too."""
 
 from __future__ import annotations
 
@@ -26,8 +29,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def seconds_of(*command: str | Path) -> tuple[float, float]:
-    """Return wall-clock and processor seconds of the round that took least: other work on the
-    machine makes one slower."""
+    """Return wall-clock and processor seconds of the round that took least of the processor."""
     found = []
     for _ in range(ROUNDS):
         before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -36,9 +38,7 @@ def seconds_of(*command: str | Path) -> tuple[float, float]:
         assert done.returncode == 0, done.stderr
         used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         found.append((round(seconds, 2), round(used, 2)))
-        if seconds <= MOST_SECONDS:
-            break
-    return min(found)
+    return min(found, key=lambda each: each[1])
 
 
 @pytest.mark.prove
@@ -67,7 +67,7 @@ def test_a_clean_install_is_small_and_plans_at_once(
 
     shardwright = programs / "shardwright"
     seconds, used = seconds_of(shardwright, *PLAN)
-    assert seconds < MOST_SECONDS
+    assert used < MOST_SECONDS, (seconds, used)
     recipes = sorted((packages / "shardwright/_recipes").glob("*.yaml"))
     checked = run(shardwright, "check", *recipes)
     assert checked.returncode == 0, checked.stderr
