@@ -3,7 +3,6 @@ torch is imported."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from shardwright.checkpoint.checkpoint_compatibility import incomplete_checkpoin
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST, damages
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
+from shardwright.utils.file_io import parse_json, read_regular_text_file
 
 
 def check_step_folder(checkpoint: Path) -> None:
@@ -51,7 +51,7 @@ def check_model_folder(folder: Path) -> None:
 def read_model_config(folder: Path) -> Any:
     """Return config.json of a Hugging Face folder. Raises SW6220, SW6402."""
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return parse_json(read_regular_text_file(folder / "config.json"))
     except ValueError as error:
         why = f"config.json cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
         raise cannot_generate(folder, why) from None
