@@ -87,6 +87,13 @@ PIECES: dict[str, Piece] = {
         source_paths=(*READ, "data", "migrate", "models", "utils/file_io.py"),
         areas=("fuzz",),
     ),
+    "damaged-files": Piece(
+        tests=("tests/cli/test_damaged_files.py",),
+        source_paths=(
+            *("checkpoint", "cli", "compile", "diagnostics", "diloco", "launch", "monitor", "plan"),
+            *("recipe", "report", "train", "utils"),
+        ),
+    ),
     "ds-config": Piece(
         tests=("tests/cases/test_random_plans.py",),
         source_paths=(

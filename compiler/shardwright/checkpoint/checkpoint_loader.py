@@ -170,9 +170,11 @@ class CheckpointReader:
             if number not in self._files:
                 self._files[number] = safe_open(self.folder / name, framework="pt", device="cpu")
             rows: torch.Tensor = self._files[number].get_slice(key)[first:last]
-            return rows
         except (OSError, SafetensorError) as error:
             raise self.incomplete_checkpoint(f"{name} cannot be read ({error})") from None
+        if rows.shape != (last - first,):
+            raise self.incomplete_checkpoint(f"{name} has no elements {first} to {last} of {key}")
+        return rows
 
 
 def join(split: ParameterSharding, parts: list[torch.Tensor]) -> torch.Tensor:

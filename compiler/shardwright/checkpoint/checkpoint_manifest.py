@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.layout.parameter_sharding import ParameterSharding
-from shardwright.utils.file_io import parse_json, read_regular_file
+from shardwright.utils.file_io import parse_strict_json, read_regular_file
 from shardwright.utils.json_values import read_record
 
 MANIFEST_VERSION = 1
@@ -119,16 +119,25 @@ class Manifest:
             split = tensor.split
             split.verify()
             shards = tensor.experts * tensor.tensor_shard_count
-            fragments = [fragment for shard in tensor.shards for fragment in shard]
             if (
                 not tensor.has_even_expert_parts
                 or len(tensor.shards) != shards
                 or (tensor.transposed and len(split.shape) > 2)
+                or not tensor.states
+                or min(split.shape, default=0) < 0
             ):
                 raise ValueError(f"{MANIFEST} does not say how {name} was split")
+            numels = [
+                split.shard_numel(number % tensor.tensor_shard_count * split.copies)
+                // tensor.experts
+                for number in range(shards)
+            ]
             if any(
-                not 0 <= f.file < len(self.files) or min(f.start, f.numel, f.at) < 0
-                for f in fragments
+                not 0 <= f.file < len(self.files)
+                or min(f.start, f.numel, f.at) < 0
+                or f.start + f.numel > numel
+                for numel, shard in zip(numels, tensor.shards, strict=True)
+                for f in shard
             ):
                 raise ValueError(f"{MANIFEST} does not say where {name} is stored")
 
@@ -150,7 +159,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest. Raises OSError, or ValueError where it is invalid or of another
     version."""
-    document = parse_json(read_limited(folder / MANIFEST, _MOST_MANIFEST_BYTES))
+    document = parse_strict_json(read_limited(folder / MANIFEST, _MOST_MANIFEST_BYTES))
     version = document.get("version") if isinstance(document, dict) else None
     if version != MANIFEST_VERSION:
         raise ValueError(f"{MANIFEST} has version {version}, not {MANIFEST_VERSION}")

@@ -360,7 +360,13 @@ def _exported(
             stored = first.get(name, name)
             if name not in trained and stored not in reader.manifest.tensors:
                 continue  # a buffer outside every pipeline layer: from_pretrained makes it
-            tensor = merged_parameter(plan, reader, stored).reshape(wanted[name].shape)
+            tensor = merged_parameter(plan, reader, stored)
+            # The ranks keep a scalar as one element.
+            if (shape := tuple(wanted[name].shape) or (1,)) != (tuple(tensor.shape) or (1,)):
+                raise reader.incomplete_checkpoint(
+                    f"shape mismatch for {stored}: checkpoint {tuple(tensor.shape)}, model {shape}"
+                )
+            tensor = tensor.reshape(wanted[name].shape)
             tensors[name] = (
                 tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
             )

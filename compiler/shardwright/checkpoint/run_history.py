@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.checkpoint_manifest import read_limited
 from shardwright.monitor.run_files import read_attempt_record, write_json
-from shardwright.utils.file_io import parse_json
+from shardwright.utils.file_io import parse_strict_json
 from shardwright.utils.json_values import read_record
 
 RUN_FILE = "run.json"
@@ -105,7 +105,7 @@ def run_history_of(checkpoint: Path) -> RunHistory:
 
 def parse_run_history(text: bytes) -> RunHistory:
     try:
-        return run_history_from_json(parse_json(text)) or UNKNOWN_RUN
+        return run_history_from_json(parse_strict_json(text)) or UNKNOWN_RUN
     except ValueError:
         return UNKNOWN_RUN
 

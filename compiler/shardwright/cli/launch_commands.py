@@ -125,7 +125,7 @@ def run_stop(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     at = f"{state.status} at step {state.step} of {state.steps}"
-    print(at if state.cause is None else f"{at}: {state.cause}")
+    print(escape_control_characters(at if state.cause is None else f"{at}: {state.cause}"))
     return NOT_FINISHED if state.status == "failed" else 0
 
 

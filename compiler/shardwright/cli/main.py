@@ -141,12 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            return _failed(error)
-        # Often the file that standard output goes to. Nothing more shall be flushed into it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        say(f"{error.filename or 'standard output'}: no space left on the device")
-        return REFUSED
+        if error.errno == errno.ENOSPC and error.filename is None:
+            # The file that standard output goes to. Nothing more shall be flushed into it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            say("standard output: no space left on the device")
+            return REFUSED
+        from shardwright.diagnostics.file_errors import file_error_refusal
+
+        return _failed(file_error_refusal(error) or error)
     except ModuleNotFoundError as error:
         from shardwright.utils.installation import missing_import
 

@@ -45,8 +45,8 @@ def run_status(args: argparse.Namespace) -> int:
     folders = island_folders(plan, args.folder)
     if not folders:
         status = read_run_status(plan, args.folder)
-        rows = labelled_lines(_status_rows(status), STATUS_LABEL_WIDTH)
-        print(strict_json(_status_json(status)) if args.json else "\n".join(rows))
+        text = _rows_text(_status_rows(status))
+        print(strict_json(_status_json(status)) if args.json else text)
         return 0
     islands = {
         k: read_run_status(load_plan(each), each) for k, each in enumerate(folders) if each.is_dir()
@@ -65,16 +65,18 @@ def run_status(args: argparse.Namespace) -> int:
         if (outer := status.outer) is not None:
             text = f"{_outer_step_text(outer)}, {outer['seconds']:.3g} s"
             parts[f"island {k}"].append(("outer", text))
-    texts = [
-        "\n".join([name, *labelled_lines(rows, STATUS_LABEL_WIDTH)]) for name, rows in parts.items()
-    ]
-    print("\n\n".join(texts))
+    print("\n\n".join(f"{name}\n{_rows_text(rows)}" for name, rows in parts.items()))
     return 0
+
+
+def _rows_text(rows: Sequence[tuple[str, str]]) -> str:
+    """Return the rows as lines. What files of the run say does not reach the terminal raw."""
+    return "\n".join(map(escape_control_characters, labelled_lines(rows, STATUS_LABEL_WIDTH)))
 
 
 def read_run_status(plan: Plan, folder: Path) -> RunStatus:
     from shardwright.launch.run_state import read_state
-    from shardwright.monitor.run_files import OUTER_STEPS_FILE
+    from shardwright.monitor.run_files import OUTER_STEPS_FILE, OuterLine
     from shardwright.utils.json_lines import read_json_lines
 
     state = read_state(plan, folder)
@@ -82,7 +84,7 @@ def read_run_status(plan: Plan, folder: Path) -> RunStatus:
         folder=folder,
         state=state,
         predicted_save_seconds=None if state.saves is None else _predicted_save_seconds(folder),
-        outer=next(read_json_lines(folder / OUTER_STEPS_FILE, newest_first=True), None),
+        outer=next(read_json_lines(folder / OUTER_STEPS_FILE, OuterLine, newest_first=True), None),
     )
 
 
@@ -127,16 +129,16 @@ def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
     if state.eta_seconds is not None:
         rows.append(("left", remaining_time_text(state.eta_seconds)))
     if state.stalled:
-        rows.append(("stalled", escape_control_characters(state.stalled)))
+        rows.append(("stalled", state.stalled))
     if state.status == "failed":
-        host = f"host {escape_control_characters(str(state.host))}"
+        host = f"host {state.host}"
         if state.rank is not None:
             rows.append(("where", f"rank {state.rank}, stage {state.stage}, {host}"))
         elif state.host is not None:
             rows.append(("where", host))
-        rows.append(("cause", escape_control_characters(str(state.cause))))
+        rows.append(("cause", str(state.cause)))
         if state.help:
-            rows.append(("help", escape_control_characters(state.help)))
+            rows.append(("help", state.help))
     place = shell_quoted(str(status.folder))
     rank = "" if state.rank is None else f" --rank {state.rank}"
     after = {
@@ -235,11 +237,10 @@ def _merged_rows(whole: MergedStatus, islands: Mapping[int, RunStatus]) -> list[
         rows.append(("speed", f"{whole.tokens_per_second:,.0f} tokens/s"))
     last, outer = whole.last_outer_step, "none yet, or the store is elsewhere"
     if last is not None:
-        joined = f"; {_listed(last['joined'])} took their state" if last["joined"] else ""
-        outer = (
-            f"{_outer_steps(whole.outer_steps)}, the last at {_outer_step_text(last)}, "
-            f"{format_number(last['seconds'])} s in the store{joined}"
-        )
+        joined, seconds = last.get("joined"), last.get("seconds")
+        outer = f"{_outer_steps(whole.outer_steps)}, the last at {_outer_step_text(last)}"
+        outer += "" if seconds is None else f", {format_number(seconds)} s in the store"
+        outer += f"; {_listed(joined)} took their state" if joined else ""
     rows.append(("outer", outer))
     for each in whole.missing:
         status = islands.get(each.island)

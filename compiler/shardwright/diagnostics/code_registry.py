@@ -542,6 +542,7 @@ RUN_CODES: dict[str, str] = {
     "SW6320": "an island that comes back when the others are done",
     "SW6321": "the outer store cannot record an outer step",
     "SW6322": "the outer store's secret cannot be written",
+    "SW6323": "a file or folder that the disk or its permissions refuse",
     "SW6501": "a tracker's package is not installed",
     "SW6401": "export cannot write its folder",
     "SW6402": "a folder that cannot generate text",

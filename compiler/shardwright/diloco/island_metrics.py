@@ -10,10 +10,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
-from shardwright.monitor.run_files import METRICS_FILE, number
-from shardwright.utils.json_lines import read_json_lines, rows_by_step
+import msgspec
+
+from shardwright.monitor.run_files import METRICS_FILE, MetricsLine, number
+from shardwright.utils.json_lines import Count, Seconds, StepLine, read_json_lines, rows_by_step
 
 # run/rounds.jsonl: the outer steps that the store of several islands committed, a line each.
 
@@ -66,14 +68,26 @@ class RoundLog:
             raise
 
 
+class RoundLine(StepLine):
+    """A line of run/rounds.jsonl."""
+
+    members: list[Count]
+    joined: NotRequired[list[Count]]
+    seconds: NotRequired[Seconds]
+
+
 def effective_rounds(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rounds that the current weights come from.
 
     Islands that resume from an older checkpoint repeat its later outer steps: a line undoes the
-    earlier ones of the same step and of later steps.
+    earlier ones of the same step and of later steps. A line that is not a RoundLine is left out.
     """
     found: list[dict[str, Any]] = []
     for line in rounds:
+        try:
+            msgspec.convert(line, RoundLine)
+        except msgspec.ValidationError:
+            continue
         found = [each for each in found if each["step"] < line["step"]]
         found.append(line)
     return found
@@ -99,7 +113,7 @@ def merged_steps(
     members = {int(each["step"]): set(each["members"]) for each in rounds}
     rows = {
         island: rows_by_step(
-            folder / METRICS_FILE, lambda line: (number(line["loss"]), int(line["tokens"]))
+            folder / METRICS_FILE, lambda line: (number(line["loss"]), line["tokens"]), MetricsLine
         )
         for island, folder in folders.items()
     }
@@ -122,7 +136,7 @@ def missing(count: int, rounds: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     for island in range(count):
         without = 0
         for each in reversed(rounds):
-            if island in each["members"] or island in each["joined"]:
+            if island in each["members"] or island in each.get("joined", ()):
                 break
             without += 1
         if without:

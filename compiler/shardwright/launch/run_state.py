@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required
 
 from shardwright.checkpoint.checkpoint_storage import published_steps, step_of
 from shardwright.data.dataset import recorded_step_count
@@ -18,6 +18,7 @@ from shardwright.monitor.rank_events import RankFailed, RankLost, first_failure,
 from shardwright.monitor.run_files import (
     PROGRESS,
     AttemptRecord,
+    MetricsLine,
     SaveStatistics,
     number,
     read_attempt_record,
@@ -27,7 +28,7 @@ from shardwright.monitor.run_files import (
 )
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import CHECKPOINTING
-from shardwright.utils.json_lines import read_json_lines
+from shardwright.utils.json_lines import Count, Figure, PositiveSeconds, read_json_lines
 from shardwright.utils.json_values import copy_shared_fields
 from shardwright.utils.run_lease import is_locked_by_run
 
@@ -114,6 +115,14 @@ def read_state(plan: Plan, folder: Path) -> RunState:
     )
 
 
+class RecentLine(MetricsLine):
+    """A line of run/metrics.jsonl that tells a run's pace."""
+
+    loss: Required[Figure | None]  # type: ignore[misc]
+    tokens: Required[Count]  # type: ignore[misc]
+    step_seconds: Required[PositiveSeconds]  # type: ignore[misc]
+
+
 def _last_steps(
     metrics: Path, begun: AttemptRecord
 ) -> tuple[int, float | None, float | None, float | None]:
@@ -122,20 +131,16 @@ def _last_steps(
     them does not count: an attempt that dies early leaves those lines where they are."""
     resumed = step_of(Path(begun.resume)) if begun.resume else 0
     rows: list[dict[str, Any]] = []
-    for row in read_json_lines(metrics, newest_first=True):
-        if (
-            begun.number is None
-            or row.get("attempt") == begun.number
-            or int(row["step"]) <= resumed
-        ):
+    for row in read_json_lines(metrics, RecentLine, newest_first=True):
+        if begun.number is None or row.get("attempt") == begun.number or row["step"] <= resumed:
             rows.insert(0, row)
         if len(rows) == RECENT_STEPS:
             break
     if not rows:
         return resumed, None, None, None
-    seconds = sum(float(row["step_seconds"]) for row in rows)
-    tokens = sum(int(row["tokens"]) for row in rows)
-    return int(rows[-1]["step"]), number(rows[-1]["loss"]), tokens / seconds, seconds / len(rows)
+    seconds = sum(row["step_seconds"] for row in rows)
+    tokens = sum(row["tokens"] for row in rows)
+    return rows[-1]["step"], number(rows[-1]["loss"]), tokens / seconds, seconds / len(rows)
 
 
 # Why a run ended: the failing rank's own error first, not the echo on the other ranks.

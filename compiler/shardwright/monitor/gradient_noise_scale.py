@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from shardwright.monitor.run_files import METRICS_FILE
-from shardwright.utils.json_lines import rows_by_step
+from shardwright.utils.json_lines import Count, Figure, StepLine, rows_by_step
 from shardwright.utils.json_values import JsonObject
 from shardwright.utils.number_format import format_number
 
@@ -132,6 +132,18 @@ def _student(freedom: int) -> float:
     return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
 
 
+class _Noise(TypedDict):
+    gradient_square: Figure
+    row_variance: Figure
+    rows: Count
+
+
+class NoiseLine(StepLine):
+    """A line of run/metrics.jsonl of a measured step."""
+
+    noise_scale: _Noise
+
+
 def read_step_noise(folder: Path) -> list[tuple[int, StepNoise]]:
     """(step, its figures) of each measured step in run/metrics.jsonl, the newest line of each, in
     order; [] where there are none. folder: the compiled one. A line that is cut short is left
@@ -139,13 +151,10 @@ def read_step_noise(folder: Path) -> list[tuple[int, StepNoise]]:
 
     def step_noise(line: JsonObject) -> StepNoise:
         of: Any = line[KEY]
-        return StepNoise(
-            square=float(of["gradient_square"]),
-            variance=float(of["row_variance"]),
-            rows=int(of["rows"]),
-        )
+        return StepNoise(square=of["gradient_square"], variance=of["row_variance"], rows=of["rows"])
 
-    return list(rows_by_step(folder / METRICS_FILE, step_noise, containing=f'"{KEY}"').items())
+    rows = rows_by_step(folder / METRICS_FILE, step_noise, NoiseLine, containing=f'"{KEY}"')
+    return list(rows.items())
 
 
 def run_noise_scale(folder: Path, batch: int) -> NoiseScale | None:

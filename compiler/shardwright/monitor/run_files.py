@@ -3,17 +3,28 @@ run/saves.jsonl, run/status.json and run/errors/."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
-from shardwright.utils.file_io import write_atomically
-from shardwright.utils.json_lines import JsonLinesWriter, read_json_lines, rows_by_step
+import msgspec
+
+from shardwright.utils.file_io import parse_strict_json, read_regular_file, write_atomically
+from shardwright.utils.json_lines import (
+    Count,
+    Figure,
+    JsonLinesWriter,
+    PositiveSeconds,
+    Seconds,
+    StepLine,
+    read_json_lines,
+    rows_by_step,
+)
 from shardwright.utils.json_values import JsonObject, JsonValue, strict_json
 
 Record = TypeVar("Record")
@@ -22,6 +33,39 @@ SAVES_FILE, OUTER_STEPS_FILE = "run/saves.jsonl", "run/outer.jsonl"
 ATTEMPT_FILE = "run/attempt.json"
 PROGRESS = "@shardwright "
 """Marks rank 0's progress lines on the launcher's standard output."""
+
+
+class MetricsLine(StepLine):
+    """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. A line of an
+    earlier version lacks some."""
+
+    loss: NotRequired[Figure | None]
+    grad_norm: NotRequired[Figure | None]
+    learning_rate: NotRequired[Figure]
+    tokens: NotRequired[Count]
+    step_seconds: NotRequired[PositiveSeconds]
+    attempt: NotRequired[Count]
+
+
+class EvaluationLine(StepLine):
+    """A line of run/evaluation.jsonl."""
+
+    loss: NotRequired[Figure | None]
+    perplexity: NotRequired[float | None]
+
+
+class SaveLine(TypedDict):
+    """A line of run/saves.jsonl."""
+
+    seconds: PositiveSeconds
+    node_bytes: Figure
+
+
+class OuterLine(StepLine):
+    """A line of an island's run/outer.jsonl. members: () where another island's state came."""
+
+    members: list[Count]
+    seconds: Seconds
 
 
 def write_json(path: Path, document: Mapping[str, JsonValue]) -> None:
@@ -33,7 +77,7 @@ def write_json(path: Path, document: Mapping[str, JsonValue]) -> None:
 def read_json(path: Path) -> dict[str, JsonValue]:
     """{} where there is none, or none that can be read."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_strict_json(read_regular_file(path))
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
@@ -86,15 +130,16 @@ def read_status(folder: Path) -> StatusRecord:
     return _record_without_unknown_keys(StatusRecord, read_json(folder / "run" / "status.json"))
 
 
-_TYPES = {"int | None": int, "str | None": str, "JsonValue": object}
+_TYPES = {"int | None": Count, "str | None": str, "JsonValue": object}
 
 
 def _record_without_unknown_keys(kind: type[Record], document: JsonObject) -> Record:
     """Build a record from the known keys of `document` whose values have the field's type."""
-    types = {f.name: _TYPES[str(f.type)] for f in fields(cast(Any, kind)) if f.name in document}
-    return kind(
-        **{name: document[name] for name, of in types.items() if isinstance(document[name], of)}
-    )
+    values: dict[str, Any] = {}
+    for field in fields(cast(Any, kind)):
+        with contextlib.suppress(KeyError, msgspec.ValidationError):
+            values[field.name] = msgspec.convert(document[field.name], _TYPES[str(field.type)])
+    return kind(**values)
 
 
 MAX_EXPONENT = 700.0
@@ -180,14 +225,11 @@ class SaveStatistics:
 
 def read_save_statistics(folder: Path) -> SaveStatistics | None:
     """folder: the compiled one. None where no save was measured."""
-    found: list[tuple[float, float]] = []
-    for row in read_json_lines(folder / SAVES_FILE):
-        try:
-            seconds, size = float(row["seconds"]), float(row["node_bytes"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if 0 < seconds < math.inf and 0 < size < math.inf:
-            found.append((seconds, size / seconds / 1e9))
+    found = [
+        (row["seconds"], row["node_bytes"] / row["seconds"] / 1e9)
+        for row in read_json_lines(folder / SAVES_FILE, SaveLine)
+        if row["node_bytes"] > 0
+    ]
     if not found:
         return None
     return SaveStatistics(

@@ -37,10 +37,12 @@ from shardwright.recipe.recipe_types import (
     TrainingSection,
     ValidationSection,
 )
-from shardwright.utils.file_io import parse_json
+from shardwright.utils.file_io import parse_strict_json, read_regular_text_file
 from shardwright.utils.json_values import JsonObject, copy_shared_fields, read_record
 
 PLAN_VERSION = 1
+MAX_PLAN_BYTES = 2**30
+"""Bounds plan.json: a hundred times that of the largest plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,13 +437,13 @@ def images_without_defaults(images: dict[str, Any]) -> dict[str, Any]:
 
 def plan_from_json(text: str) -> Plan:
     """Parse plan.json. Raises ValueError where the text is no plan."""
-    plan = read_record(Plan, parse_json(text))
+    plan = read_record(Plan, parse_strict_json(text))
     plan.verify()
     return plan
 
 
 def read_plan(folder: Path) -> Plan:
-    return plan_from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    return plan_from_json(read_regular_text_file(folder / "plan.json", MAX_PLAN_BYTES))
 
 
 def load_plan(folder: Path) -> Plan:
@@ -449,7 +451,11 @@ def load_plan(folder: Path) -> Plan:
     try:
         return read_plan(folder)
     except (OSError, ValueError) as error:
-        why = "it has no plan.json" if isinstance(error, OSError) else str(error).splitlines()[0]
+        why = str(error).splitlines()[0]
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            why = "it has no plan.json"
+        elif isinstance(error, OSError):
+            why = f"plan.json cannot be read: {error.strerror}"
         message = f"{str(folder)!r} is not a compiled folder: {why}"
         raise refusal(
             "SW6001", message, "Make one with `shardwright compile RECIPE -o DIR`."

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -87,7 +86,7 @@ def _invalid_numbers(value: Any, place: str) -> Iterator[str]:
     """Yield "path is value" for numbers that no measurement gives, such as NaN or a negative
     time."""
     if isinstance(value, int | float):
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= value <= _MOST_MEASURED:
             yield f"{place} is {value!r}"
     elif isinstance(value, MeasuredValue) and value.n < 1:
         yield f"{place}.n is {value.n}"
@@ -108,6 +107,7 @@ def _invalid_numbers(value: Any, place: str) -> Iterator[str]:
             yield from _invalid_numbers(item, f"{place}.{key}")
 
 
+_MOST_MEASURED = 1e30  # of bytes, operations or seconds; squares of it are still finite
 _ABOVE_ZERO = (
     *("predicted_step_seconds", "forward_seconds", "cores", "nodes", "ranks", "threads", "tensor"),
     *("micro_batch_size", "sequence_length"),

@@ -16,7 +16,7 @@ from shardwright.diloco.island_metrics import (
     missing,
     read_rounds,
 )
-from shardwright.monitor.run_files import OUTER_STEPS_FILE
+from shardwright.monitor.run_files import OUTER_STEPS_FILE, OuterLine
 from shardwright.plan.island_plans import island_folders
 from shardwright.report.bokeh_document import Figure, data_source
 from shardwright.report.report_charts import CHOSEN, DASHED, ORANGE, group_colors, hover, plot
@@ -90,7 +90,9 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
         IslandRun(
             island=k,
             run=run,
-            waits=tuple(rows_by_step(each / OUTER_STEPS_FILE, OuterWait.from_row).values()),
+            waits=tuple(
+                rows_by_step(each / OUTER_STEPS_FILE, OuterWait.from_row, OuterLine).values()
+            ),
             absent=absent.get(k, 0),
         )
         for k, each in here.items()

@@ -13,6 +13,8 @@ from shardwright.monitor.gradient_noise_scale import noise_scale_text, run_noise
 from shardwright.monitor.run_files import (
     EVALUATION_FILE,
     METRICS_FILE,
+    EvaluationLine,
+    MetricsLine,
     number,
     read_json,
     read_status,
@@ -86,7 +88,7 @@ class MeasuredRun:
 
 def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     """Read a run's results; None where no step was finished."""
-    steps = list(rows_by_step(folder / METRICS_FILE, StepMetrics.from_row).values())
+    steps = list(rows_by_step(folder / METRICS_FILE, StepMetrics.from_row, MetricsLine).values())
     if not steps:
         return None
     status, noise = read_status(folder), run_noise_scale(folder, plan.training.global_batch_size)
@@ -106,6 +108,8 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
         peak_bytes=int(peak) if isinstance(peak, int | float) else None,
-        evaluations=tuple(rows_by_step(folder / EVALUATION_FILE, Evaluation.from_row).values()),
+        evaluations=tuple(
+            rows_by_step(folder / EVALUATION_FILE, Evaluation.from_row, EvaluationLine).values()
+        ),
         noise="" if noise is None else noise_scale_text(noise),
     )

@@ -8,8 +8,11 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
+
+import msgspec
 
 from shardwright.utils.json_values import JsonValue
 
@@ -20,9 +23,10 @@ MAX_JSON_DEPTH = 64
 own walks of a value are recursive and end at about a thousand."""
 
 
-def read_regular_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The whole file. Raises OSError, with words in `strerror`: a folder, a pipe or device, too
-    large, or the system's own reason."""
+@contextlib.contextmanager
+def open_regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file to read. Raises OSError, with words in `strerror`: a folder, a pipe or device, or
+    the system's own reason."""
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -32,9 +36,17 @@ def read_regular_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BY
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
         with os.fdopen(handle, "rb", closefd=False) as file:
-            data = file.read(max_bytes + 1)
+            yield file
     finally:
         os.close(handle)
+
+
+def read_regular_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return the whole file. Raises OSError as open_regular_file does, and for a file that is too
+    large."""
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size or max_bytes  # 0: of /proc, say
+        data = file.read(min(size, max_bytes) + 1)
     if len(data) > max_bytes:
         most = f"{max_bytes // 2**20} MiB" if max_bytes >= 2**20 else f"{max_bytes // 2**10} KiB"
         raise OSError(errno.EFBIG, f"it is larger than {most}", str(path))
@@ -59,18 +71,42 @@ def parse_json(text: str | bytes) -> JsonValue:
     return value
 
 
+def parse_strict_json(text: str | bytes) -> JsonValue:
+    """Parse a file that only this project writes: JSON of RFC 8259, without NaN, lone surrogates
+    and integers beyond 64 bits, and at most MAX_JSON_DEPTH levels deep.
+
+    Raises ValueError alone.
+    """
+    try:
+        value = cast(JsonValue, msgspec.json.decode(text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level: list[JsonValue] = [value]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        if any(isinstance(each, int) and abs(each) >= 2**63 for each in level):
+            raise ValueError("it has an integer beyond 64 bits")
+        level = _values_below(level)
+        if not level:
+            return value
+    raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+
+
 def is_nested_too_deeply(value: JsonValue, max_depth: int = MAX_JSON_DEPTH) -> bool:
     level: list[JsonValue] = [value]
     for _ in range(max_depth + 1):
-        containers = [item for item in level if isinstance(item, dict | list)]
-        if not containers:
+        if not any(isinstance(item, dict | list) for item in level):
             return False
-        level = [
-            below
-            for item in containers
-            for below in (item.values() if isinstance(item, dict) else item)
-        ]
+        level = _values_below(level)
     return True
+
+
+def _values_below(level: list[JsonValue]) -> list[JsonValue]:
+    return [
+        below
+        for item in level
+        if isinstance(item, dict | list)
+        for below in (item.values() if isinstance(item, dict) else item)
+    ]
 
 
 # A file of the user's own, written whole or not at all.
@@ -80,7 +116,7 @@ def write_atomically(path: Path, text: str, *, mode: int | None = None, flush: b
     """Write UTF-8 so that the old file or the new one is there at any moment.
 
     A link is followed. mode: None keeps the rights of a file that is there. flush: return once the
-    disk has it. Raises OSError.
+    disk has it. Raises OSError, which names `path`.
     """
     target = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -94,9 +130,11 @@ def write_atomically(path: Path, text: str, *, mode: int | None = None, flush: b
             mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~umask()
         os.chmod(temporary, mode)
         os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as error:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(target), None  # that of a write has no name
         raise
 
 

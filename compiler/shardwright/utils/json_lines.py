@@ -5,46 +5,71 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Annotated, Any, TextIO, TypedDict, TypeVar
 
-from shardwright.utils.file_io import write_atomically
+import msgspec
+
+from shardwright.utils.file_io import open_regular_file, parse_strict_json, write_atomically
 from shardwright.utils.json_values import JsonValue, strict_json
 
 Row = TypeVar("Row")
+# Numbers of a line. The bounds are far from what a run writes, and keep sums, squares and texts of
+# them within what Python's floats hold.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Figure = Annotated[float, msgspec.Meta(ge=-1e60, le=1e60)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+PositiveSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=1e12)]
+
+
+class StepLine(TypedDict):
+    """Types the keys of a line that readers use. More keys may stand in it, of any type."""
+
+    step: Count
 
 
 def read_json_lines(
-    path: Path, *, containing: str = "", newest_first: bool = False
+    path: Path,
+    kind: type[Any] = dict,
+    *,
+    containing: str = "",
+    newest_first: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield the objects of the lines that contain a text; nothing where the file cannot be read.
 
-    A line that is cut short, as the last one of a process that was killed, is left out.
+    kind: a TypedDict. A line whose keys do not have its types is left out, and so is one that is
+    cut short, as the last one of a process that was killed.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        with open_regular_file(path) as file:
+            lines = file.read().split(b"\n")
     except OSError:
         return
     for line in reversed(lines) if newest_first else lines:
         if containing.encode() not in line:
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_strict_json(line)
+            msgspec.convert(row, kind)
+        except ValueError:
             continue
         if isinstance(row, dict):
             yield row
 
 
 def rows_by_step(
-    path: Path, row_of: Callable[[dict[str, Any]], Row], *, containing: str = ""
+    path: Path,
+    row_of: Callable[[dict[str, Any]], Row],
+    kind: type[Any] = StepLine,
+    *,
+    containing: str = "",
 ) -> dict[int, Row]:
     """Return the newest row of each step, in the steps' order.
 
-    row_of: makes a row of a line's object; a line that it cannot take, or without a step, is left
-    out.
+    row_of: makes a row of a line's object; a line that it cannot take, or that is not of the
+    `kind`, is left out.
     """
     rows: dict[int, Row] = {}
-    for line in read_json_lines(path, containing=containing):
+    for line in read_json_lines(path, kind, containing=containing):
         try:
             rows[int(line["step"])] = row_of(line)
         except (ValueError, KeyError, TypeError):
@@ -60,8 +85,8 @@ class JsonLinesWriter:
         self._attempt = attempt
         kept = [
             json.dumps(line) + "\n"
-            for line in (read_json_lines(path) if resumed_step else ())
-            if isinstance(step := line.get("step"), int) and step <= resumed_step
+            for line in (read_json_lines(path, StepLine) if resumed_step else ())
+            if line["step"] <= resumed_step
         ]
         write_atomically(path, "".join(kept))
         self._file: TextIO = path.open("a", buffering=1)
