@@ -178,7 +178,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 def run_command(words: Words) -> tuple[int, str, str]:
     """Run a command in this process; return its exit code, stdout and stderr, as a terminal gets
     them."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2)]
+    buffers = [io.BytesIO(), io.BytesIO()]
+    streams = [io.TextIOWrapper(each, encoding="utf-8", newline="") for each in buffers]
     before = signal.signal(signal.SIGALRM, _end)
     signal.alarm(SECONDS_AT_MOST)
     try:
@@ -187,11 +188,10 @@ def run_command(words: Words) -> tuple[int, str, str]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    texts = []
     for stream in streams:
         stream.flush()
-        texts.append(stream.buffer.getvalue().decode("utf-8"))  # type: ignore[attr-defined]
-    return code, texts[0], texts[1]
+    out, err = (buffer.getvalue().decode("utf-8") for buffer in buffers)
+    return code, out, err
 
 
 def problems_of(words: Words) -> list[str]:

@@ -152,10 +152,16 @@ def test_files_of_outer_steps(count: int, islands: Path, copy: Path) -> None:
 def test_plans(count: int, folder: Path, islands: Path, copy: Path) -> None:
     def commands(out: Path, rng: random.Random) -> list[Words]:
         every: list[Words] = [
-            *(["status", out], ["status", out, "--json"], ["stop", out], ["run", out]),
-            *(["logs", out, "--rank", "1"], ["prepare", out], ["explain", out]),
+            ["status", out],
+            ["status", out, "--json"],
+            ["stop", out],
+            ["run", out],
+            ["logs", out, "--rank", "1"],
+            ["prepare", out],
+            ["explain", out],
             ["explain", out, "--why-not", "pipeline=1", "--json"],
-            *(["diff", out, folder], ["diff", folder, out, "--json"]),
+            ["diff", out, folder],
+            ["diff", folder, out, "--json"],
         ]
         return [*rng.sample(every, 4), *([report_of(out)] if rng.random() < 0.2 else ())]
 
@@ -178,7 +184,8 @@ def test_manifests(count: int, folder: Path, copy: Path) -> None:
             ["export", step, "-o", out / "hf"],
             ["generate", step, "--prompt", "x", "--tokens", "1"],
             ["run", out, "--resume", step],
-            *(["run", out], ["status", out]),
+            ["run", out],
+            ["status", out],
         ]
 
     at = "checkpoints/step-00000004"

@@ -89,7 +89,10 @@ def read_run_status(plan: Plan, folder: Path) -> RunStatus:
 
 
 def _status_json(status: RunStatus) -> dict[str, Any]:
-    return {**asdict(status.state), "predicted_save_seconds": status.predicted_save_seconds}
+    from shardwright.monitor.run_attempts import read_attempts
+
+    document = {**asdict(status.state), "predicted_save_seconds": status.predicted_save_seconds}
+    return {**document, "attempts": read_attempts(status.folder)}
 
 
 def _predicted_save_seconds(folder: Path) -> float | None:
@@ -139,6 +142,8 @@ def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
         rows.append(("cause", str(state.cause)))
         if state.help:
             rows.append(("help", state.help))
+    if state.earlier:
+        rows.append(("attempts", state.earlier))
     place = shell_quoted(str(status.folder))
     rank = "" if state.rank is None else f" --rank {state.rank}"
     after = {

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,8 +36,14 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.launch.launchers.job_scheduler import submit
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.launch.preflight_checks import check_preflight, check_versions
-from shardwright.launch.run_state import is_alive, port_was_taken, report_failure
+from shardwright.launch.run_state import (
+    ended_by_signal,
+    is_alive,
+    port_was_taken,
+    report_failure,
+)
 from shardwright.monitor.rank_events import RunNotice, RunStalled, parse_event
+from shardwright.monitor.run_attempts import last_attempt_number, move_to_attempt, record_end
 from shardwright.monitor.run_files import (
     PROGRESS,
     evaluated_step,
@@ -45,6 +52,7 @@ from shardwright.monitor.run_files import (
     read_status,
     write_status,
 )
+from shardwright.plan.hostfile import read_hostfile
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.plain_secrets import secrets_of_plan
 from shardwright.recipe.recipe_types import weights_summary
@@ -58,6 +66,7 @@ from shardwright.utils.child_processes import (
     program_path,
     shardwright_command,
 )
+from shardwright.utils.file_io import read_regular_text_file
 
 # Rank 0's progress: a bar on a terminal, plain lines in a log.
 
@@ -177,22 +186,49 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
             if store and store.copy_missing(chosen.path):
                 print(f"copied       {chosen.path.name} to {store.shown_url}")
             return 0
+        hosts = _hosts(plan, folder, hostfile)
         for port in range(1, MAX_PORT_ATTEMPTS + 1):
             attempt = begin_attempt(
-                plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token
+                plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token, hosts=hosts
             ).number
-            code = _launch(plan, folder, hostfile, attempt, lock)
-            if port == MAX_PORT_ATTEMPTS or not port_was_taken(plan, folder / "run"):
-                break
-            print("another process took the run's port: starting again with another port")
-        # The launcher's exit code proves nothing: it is 0 when launch.py dies by a signal.
-        status = read_status(folder)
-        if status.attempt == attempt and status.status in ("done", "preempted"):
-            print(f"{status.status} at step {status.step} of {plan.training.steps}")
-            print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
-            print(f"checkpoints  {folder / plan.checkpoint.directory}")
-            return 0
-        return report_failure(plan, folder, attempt, code)
+            code: int | None = None
+            try:
+                code = _launch(plan, folder, hostfile, attempt, lock)
+                if port == MAX_PORT_ATTEMPTS or not port_was_taken(plan, folder / "run"):
+                    return _tell_end(plan, folder, attempt, code)
+                cause = "another process took the run's port"
+                write_status(folder, "failed", attempt, rank=0, code="SW6302", cause=cause)
+                print(f"{cause}: starting again with another port")
+            finally:
+                with contextlib.suppress(OSError):  # the next attempt adds it
+                    record_end(plan, folder, code, ended_by_signal(folder, code))
+        raise AssertionError("the last try returns")
+
+
+def _tell_end(plan: Plan, folder: Path, attempt: int, code: int) -> int:
+    """Print how the attempt ended; return the exit code. code: the launcher's, which proves
+    nothing: it is 0 when launch.py dies by a signal."""
+    status = read_status(folder)
+    if status.attempt == attempt and status.status in ("done", "preempted"):
+        print(f"{status.status} at step {status.step} of {plan.training.steps}")
+        print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
+        print(f"checkpoints  {folder / plan.checkpoint.directory}")
+        return 0
+    return report_failure(plan, folder, attempt, code)
+
+
+def _hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
+    """Return the hosts of a run; [] where they are chosen elsewhere."""
+    if plan.nodes == 1:
+        return [socket.gethostname()]
+    path = hostfile or folder / "launch" / "hostfile"
+    try:
+        text = read_regular_text_file(path)
+        return [
+            each.name for each in read_hostfile(str(path), text, plan.nodes, plan.gpus_per_node)
+        ]
+    except (OSError, ValueError, Refusal):
+        return []
 
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:
@@ -342,6 +378,7 @@ def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
     log = folder / "run" / "logs" / "run.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     hosts = ["--hostfile", str(hostfile)] if hostfile else []
+    move_to_attempt(folder, last_attempt_number(folder), log)
     with log.open("w") as file:
         process = subprocess.Popen(
             shardwright_command("run", str(folder), "--resume", resume, *hosts),

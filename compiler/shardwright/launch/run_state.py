@@ -15,6 +15,7 @@ from shardwright.engines.engine_table import engine_of
 from shardwright.layout.axes import ZERO_STAGES
 from shardwright.monitor.gradient_noise_scale import NoiseScale, run_noise_scale
 from shardwright.monitor.rank_events import RankFailed, RankLost, first_failure, read_events
+from shardwright.monitor.run_attempts import earlier_attempts_text
 from shardwright.monitor.run_files import (
     PROGRESS,
     AttemptRecord,
@@ -51,7 +52,7 @@ class RunState:
     a later compile may have changed. stalled: what `run` said where no step came for long. rank,
     host, stage, cause: of a failure, or of a stall. help: what to do about it, where that is known.
     saves: how long training waited for checkpoints. noise_scale: of the gradient, where steps were
-    measured.
+    measured. earlier: how the attempts before this one ended.
     """
 
     status: str
@@ -69,6 +70,7 @@ class RunState:
     stalled: str | None
     saves: SaveStatistics | None = None
     noise_scale: NoiseScale | None = None
+    earlier: str = ""
 
     @property
     def is_final(self) -> bool:
@@ -112,6 +114,7 @@ def read_state(plan: Plan, folder: Path) -> RunState:
         stalled=status.stalled if name == "running" else None,
         saves=read_save_statistics(folder),
         noise_scale=run_noise_scale(folder, plan.training.global_batch_size),
+        earlier=earlier_attempts_text(folder),
     )
 
 
@@ -249,6 +252,19 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     if code != "SW6006":  # else the folder, and its status, are another run's
         write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
     return 3 if code in UNFINISHED_RUN_CODES else 1
+
+
+def ended_by_signal(folder: Path, launcher_code: int | None) -> int | None:
+    """Return the signal that ended the launcher, or the first rank of which DeepSpeed's launcher
+    tells it; None where none did."""
+    if launcher_code is not None and launcher_code < 0:
+        return -launcher_code
+    try:
+        log = (folder / "run" / "launcher.log").read_text(errors="replace")
+    except OSError:
+        return None
+    first = _LAUNCHER_CODE.search(log)
+    return -int(first[1]) if first else None
 
 
 def _signal_of(log: str) -> str | None:

@@ -113,7 +113,7 @@ def write_attempt_record(folder: Path, record: AttemptRecord) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRecord:
     """run/status.json. status: running | done | preempted | failed; None where there is none. step:
-    the last one. rank, host, stage, cause, help: of a failure, or of what is `stalled`."""
+    the last one. rank, host, stage, code, cause, help: of a failure, or of what is `stalled`."""
 
     status: str | None = None
     attempt: int | None = None
@@ -121,6 +121,7 @@ class StatusRecord:
     rank: int | None = None
     host: str | None = None
     stage: int | None = None
+    code: str | None = None
     cause: str | None = None
     help: str | None = None
     stalled: str | None = None

@@ -41,6 +41,7 @@ from shardwright.utils.file_io import parse_strict_json, read_regular_text_file
 from shardwright.utils.json_values import JsonObject, copy_shared_fields, read_record
 
 PLAN_VERSION = 1
+MAX_PREDICTED = 1e30  # of seconds, bytes and tokens; sums and products of them are still finite
 MAX_PLAN_BYTES = 2**30
 """Bounds plan.json: a hundred times that of the largest plan."""
 
@@ -349,6 +350,10 @@ class Plan:
                 )
             if r.rank != r.node * self.gpus_per_node + r.slot:
                 raise ValueError(f"rank {r.rank} is not on slot {r.slot} of node {r.node}")
+        time, memory = self.predicted.time, self.predicted.memory
+        figures = (time.step_seconds, time.tokens_per_second_per_gpu, memory.peak_bytes)
+        if min(*figures, memory.capacity_bytes) < 0 or max(figures) > MAX_PREDICTED:
+            raise ValueError("`predicted` has a number that no prediction has")
 
 
 def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:

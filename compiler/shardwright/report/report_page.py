@@ -86,7 +86,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         undefined=StrictUndefined,
         autoescape=True,
     )
-    environment.globals |= {"n": figures.shown, "g": figures.gib}
+    environment.globals |= {"n": figures.shown, "g": figures.gib, "difference": difference_text}
     outer = _outer_cost(subject)
     is_best = bool(space.best) and space.best == subject.plan.strategy
     document = plan_document(plan)
@@ -294,6 +294,11 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
                 hashlib.sha256(content).hexdigest()[:12],
                 ARTIFACTS.get(name, ""),
             )
+
+
+def difference_text(measured: float, predicted: float) -> str:
+    """Return how far measured is from predicted; "" where nothing was predicted."""
+    return f"{measured / predicted - 1:+.1%}" if predicted else ""
 
 
 def _embedded(document: Mapping[str, object]) -> Markup:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.monitor.gradient_noise_scale import noise_scale_text, run_noise_scale
+from shardwright.monitor.run_attempts import earlier_attempts_text
 from shardwright.monitor.run_files import (
     EVALUATION_FILE,
     METRICS_FILE,
@@ -71,6 +72,7 @@ class MeasuredRun:
     drawn: at most MOST_POINTS of the steps, evenly spaced
     peak_bytes: of the peak-memory rank (run/summary.json); None where it is missing
     noise: the gradient noise scale in words; "" where it was not measured
+    earlier: how the attempts before this one ended; "" where there were none
     """
 
     status: str
@@ -84,6 +86,7 @@ class MeasuredRun:
     peak_bytes: int | None
     evaluations: tuple[Evaluation, ...]
     noise: str
+    earlier: str
 
 
 def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
@@ -112,4 +115,5 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
             rows_by_step(folder / EVALUATION_FILE, Evaluation.from_row, EvaluationLine).values()
         ),
         noise="" if noise is None else noise_scale_text(noise),
+        earlier=earlier_attempts_text(folder),
     )

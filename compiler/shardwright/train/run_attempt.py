@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from shardwright.checkpoint.run_history import (
     run_history_from_json,
 )
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.monitor.run_attempts import keep_attempt, record_start
 from shardwright.monitor.run_files import AttemptRecord, read_attempt_record, write_attempt_record
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import copy_shared_fields
@@ -167,12 +167,16 @@ def begin_attempt(
     fresh: bool,
     keeps_rank_logs: bool = False,
     lease: str | None = None,
+    hosts: Sequence[str] = (),
 ) -> Attempt:
-    """Clear what the last attempt left and write run/attempt.json.
+    """Move what the last attempt left into run/attempts and write run/attempt.json.
 
     fresh: a different run than the last one
     keeps_rank_logs: this attempt's ranks write their logs already
     lease: the token that rank 0 takes over
+    hosts: those that it runs on, () where that is not known yet
+
+    Raises OSError.
     """
     run = folder / "run"
     line = (
@@ -181,7 +185,7 @@ def begin_attempt(
         else (None if fresh else current_run_history(folder)) or new_run_history()
     )
     attempt = Attempt(
-        number=(read_attempt_record(folder).number or 0) + 1,
+        number=keep_attempt(plan, folder, with_logs=not keeps_rank_logs),
         resume=str(chosen.path) if chosen else None,
         step=chosen.step if chosen else 0,
         line=line,
@@ -190,16 +194,13 @@ def begin_attempt(
         move_newer_steps_aside(
             checkpoint_root(plan, folder), attempt.number, newer_than=attempt.step
         )
-    for stale in ("status.json", "stop", "heartbeat"):
+    for stale in ("stop", "heartbeat"):
         (run / stale).unlink(missing_ok=True)
-    for leftovers in ("errors", "ranks"):
-        shutil.rmtree(run / leftovers, ignore_errors=True)
-    for log in () if keeps_rank_logs else (run / "logs").glob("rank-*.log"):
-        log.unlink()
     record = copy_shared_fields(
         AttemptRecord, attempt, steps=plan.training.steps, line=asdict(line), lease=lease
     )
     write_attempt_record(folder, record)
+    record_start(plan, folder, attempt.number, attempt.resume, attempt.step, hosts)
     return attempt
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TextIO, TypedDict, TypeVar
 
 import msgspec
 
+from shardwright.diagnostics.file_errors import names_file
 from shardwright.utils.file_io import open_regular_file, parse_strict_json, write_atomically
-from shardwright.utils.json_values import JsonValue, strict_json
+from shardwright.utils.json_values import JsonObject, JsonValue, strict_json
 
 Row = TypeVar("Row")
 # Numbers of a line. The bounds are far from what a run writes, and keep sums, squares and texts of
@@ -77,6 +79,19 @@ def rows_by_step(
     return dict(sorted(rows.items()))
 
 
+def append_line(path: Path, row: JsonObject) -> None:
+    """Append a line; return once the disk has it. A line that a killed process left half written is
+    closed first. Raises OSError, which names `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with names_file(path), path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        begin = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        file.write(begin + strict_json(row).encode("utf-8") + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class JsonLinesWriter:
     """Appends a line at once for each call. The file is cut back to where an attempt resumes."""
 
@@ -89,10 +104,13 @@ class JsonLinesWriter:
             if line["step"] <= resumed_step
         ]
         write_atomically(path, "".join(kept))
+        self._path = path
         self._file: TextIO = path.open("a", buffering=1)
 
     def write_line(self, **fields: JsonValue) -> str:
-        """Return the line. A number that is not finite is null there."""
+        """Return the line. A number that is not finite is null there. Raises OSError, which names
+        the file."""
         text = strict_json({**fields, "attempt": self._attempt})
-        self._file.write(text + "\n")
+        with names_file(self._path):
+            self._file.write(text + "\n")
         return text
