@@ -16,6 +16,7 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.launch import launcher_process
+from shardwright.launch.launcher_process import LauncherEnd
 from tests.cli.command import shardwright
 from tests.cli.damaged_files import Words, run_command, try_damages
 from tests.conftest import SMALL_RECIPE
@@ -108,7 +109,7 @@ def write_whole_model(out: Path) -> None:
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the damaged copy of a folder is. `run` launches nothing."""
-    monkeypatch.setattr(launcher_process, "_launch", lambda *_: 1)
+    monkeypatch.setattr(launcher_process, "_launch", lambda *_: LauncherEnd(1))
     return tmp_path / "copy"
 
 

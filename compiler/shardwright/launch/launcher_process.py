@@ -18,9 +18,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -33,6 +35,7 @@ from shardwright.checkpoint.resume_checkpoint import (
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.diagnostics.file_errors import file_error_refusal
 from shardwright.launch.launchers.job_scheduler import submit
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.launch.preflight_checks import check_preflight, check_versions
@@ -151,6 +154,7 @@ _LAUNCHER_NOISE = re.compile(
 """Matches log lines of DeepSpeed and torch that go to run/launcher.log and not to the terminal."""
 
 
+MAX_UNLOGGED_LINES = 10_000
 MAX_PORT_ATTEMPTS = 3
 """Starts with `launch.master_port: auto`, each with a port that is free at that moment."""
 
@@ -193,9 +197,10 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
             ).number
             code: int | None = None
             try:
-                code = _launch(plan, folder, hostfile, attempt, lock)
+                end = _launch(plan, folder, hostfile, attempt, lock)
+                code = end.code
                 if port == MAX_PORT_ATTEMPTS or not port_was_taken(plan, folder / "run"):
-                    return _tell_end(plan, folder, attempt, code)
+                    return _tell_end(plan, folder, attempt, end)
                 cause = "another process took the run's port"
                 write_status(folder, "failed", attempt, rank=0, code="SW6302", cause=cause)
                 print(f"{cause}: starting again with another port")
@@ -205,16 +210,16 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         raise AssertionError("the last try returns")
 
 
-def _tell_end(plan: Plan, folder: Path, attempt: int, code: int) -> int:
-    """Print how the attempt ended; return the exit code. code: the launcher's, which proves
-    nothing: it is 0 when launch.py dies by a signal."""
+def _tell_end(plan: Plan, folder: Path, attempt: int, end: LauncherEnd) -> int:
+    """Print how the attempt ended; return the exit code. The launcher's own proves nothing: it is 0
+    when launch.py dies by a signal."""
     status = read_status(folder)
     if status.attempt == attempt and status.status in ("done", "preempted"):
         print(f"{status.status} at step {status.step} of {plan.training.steps}")
         print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
         print(f"checkpoints  {folder / plan.checkpoint.directory}")
         return 0
-    return report_failure(plan, folder, attempt, code)
+    return report_failure(plan, folder, attempt, end.code, end.unlogged)
 
 
 def _hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
@@ -277,11 +282,24 @@ def command(plan: Plan, hostfile: Path | None) -> list[str]:
     return ["bash", "launch.sh", *([str(hostfile.resolve())] if hostfile else [])]
 
 
-def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock: int) -> int:
+class LauncherEnd(NamedTuple):
+    """code: the launcher's. unlogged: the end of its output, where launcher.log could not be
+    written."""
+
+    code: int
+    unlogged: str = ""
+
+
+def _launch(
+    plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock: int
+) -> LauncherEnd:
     """Streams until the launcher ends. SIGUSR1 and SIGTERM ask the ranks to save and stop."""
 
     def ask_to_stop(*_: object) -> None:
-        (folder / "run" / "stop").touch()
+        try:
+            (folder / "run" / "stop").touch()
+        except OSError as error:
+            print(f"cannot ask the run to stop: {error}", file=sys.stderr, flush=True)
 
     interrupts: list[int] = []
 
@@ -317,35 +335,48 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
         start_new_session=True,
     )
     try:
-        _stream(process, plan, folder)
+        unlogged = _stream(process, plan, folder)
         code = process.wait()
         if interrupts:
             raise KeyboardInterrupt
-        return code
+        return LauncherEnd(code=code, unlogged=unlogged)
     except KeyboardInterrupt:
-        interrupt = LAUNCHERS[plan.launch.launcher].interrupt
-        end_processes([process], interrupt, INTERRUPT_GRACE_SECONDS)
-        write_status(folder, "failed", attempt, rank=None, cause="interrupted")
+        end_processes(
+            [process], LAUNCHERS[plan.launch.launcher].interrupt, INTERRUPT_GRACE_SECONDS
+        )
+        with contextlib.suppress(OSError):
+            write_status(folder, "failed", attempt, rank=None, cause="interrupted")
         raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
-    """Everything into run/launcher.log, what a person wants to see to the terminal."""
+def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> str:
+    """Everything into run/launcher.log, what a person wants to see to the terminal. Returns what
+    could not be written there: a full disk does not end the run."""
     assert process.stdout is not None
     kill_timer: threading.Timer | None = None
     blot = secret_redactor(plan.launch.env_from, secrets_of_plan(plan.launch, plan.checkpoint))
     path = folder / "run" / "launcher.log"
     path.unlink(missing_ok=True)  # an earlier version left it readable to all
+    unlogged: deque[str] = deque(maxlen=MAX_UNLOGGED_LINES)
     with (
-        os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0) as file,
         TrainingProgress(plan.training.steps) as progress,
     ):
         for text in map(blot, process.stdout):
-            file.write(text)
-            file.flush()
+            try:
+                if not unlogged:
+                    file.write(text.encode("utf-8", "backslashreplace"))
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                if (refused := file_error_refusal(error)) is None:
+                    raise
+                progress.note(f"warning[SW6323]: {refused.diagnostics[0].message}")
+                unlogged.append("\n")
+            if unlogged:
+                unlogged.append(text)
             if _HOST_FAILED.match(text) and kill_timer is None:
                 # Its ranks told the others, unless they never met.
                 kill_timer = threading.Timer(HOST_GRACE_SECONDS, kill_tree, [process])
@@ -361,6 +392,7 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
                 progress.note(text.rstrip())
     if kill_timer is not None:
         kill_timer.cancel()
+    return "".join(unlogged)
 
 
 # `run --detach`: the same command in a session of its own, which no terminal and no ssh session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -30,7 +31,7 @@ from shardwright.monitor.run_files import (
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import CHECKPOINTING
 from shardwright.utils.json_lines import Count, Figure, PositiveSeconds, read_json_lines
-from shardwright.utils.json_values import copy_shared_fields
+from shardwright.utils.json_values import JsonValue, copy_shared_fields
 from shardwright.utils.run_lease import is_locked_by_run
 
 HEARTBEAT_LOST_SECONDS = 60.0
@@ -173,6 +174,7 @@ UNFINISHED_RUN_CODES = (
     "SW6311",
     "SW6315",
     "SW6317",
+    "SW6323",
 )
 """Causes that end a training run; other codes refuse to start one."""
 RANK_LOST_CAUSE = (
@@ -189,15 +191,18 @@ def port_was_taken(plan: Plan, run: Path) -> bool:
     return isinstance(first, RankFailed) and first.code == "SW6302" and first.rank == 0
 
 
-def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -> int:
+def report_failure(
+    plan: Plan, folder: Path, attempt: int, launcher_code: int, unlogged: str = ""
+) -> int:
     """Prints the cause, writes status.json, returns 1 for refused input and 3 for a run that did
-    not finish."""
+    not finish. unlogged: the end of the launcher's output, where its log could not be written."""
     run = folder / "run"
     log = (
         (run / "launcher.log").read_text(errors="replace")
         if (run / "launcher.log").exists()
         else ""
     )
+    log += unlogged
     events = read_events(log.splitlines())
     first = first_failure(events)
     if first is None:
@@ -227,7 +232,7 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
         _print_error(
             "SW6301", cause, f"{help_text}\nthe end of {folder / 'run' / 'launcher.log'}:\n{tail}"
         )
-        write_status(folder, "failed", attempt, rank=None, host=host, code="SW6301", cause=cause)
+        _write_failure(folder, attempt, rank=None, host=host, code="SW6301", cause=cause)
         return 3
     rank = first.rank
     where: dict[str, str | int | None] = {"host": first.host, "stage": first.stage}
@@ -235,7 +240,7 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     if isinstance(first, RankLost):
         cause = _signal_of(log) or RANK_LOST_CAUSE
         _print_error("SW6301", named + cause, _next_steps(plan, run, rank, str(first.host)))
-        write_status(folder, "failed", attempt, rank=rank, **where, code="SW6301", cause=cause)
+        _write_failure(folder, attempt, rank=rank, **where, code="SW6301", cause=cause)
         return 3
     code, cause = first.code, first.cause
     if code == "SW6301":
@@ -250,8 +255,19 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
         _print_error(code, cause, first.help)
         where["help"] = first.help
     if code != "SW6006":  # else the folder, and its status, are another run's
-        write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
+        _write_failure(folder, attempt, rank=rank, **where, code=code, cause=cause)
     return 3 if code in UNFINISHED_RUN_CODES else 1
+
+
+def _write_failure(folder: Path, attempt: int, **more: JsonValue) -> None:
+    """Write status.json. Where the disk is full to the last block, the heartbeat goes, so that
+    nobody takes the run for a living one."""
+    try:
+        write_status(folder, "failed", attempt, **more)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            (folder / "run" / "heartbeat").unlink(missing_ok=True)
+        print(f"  {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def ended_by_signal(folder: Path, launcher_code: int | None) -> int | None:

@@ -221,7 +221,8 @@ class RankMonitor:
         if (
             self.rank == 0 and read_status(self.folder).status == "running"
         ):  # else `run` has said why
-            write_status(self.folder, "failed", self.attempt, rank=None, cause=cause)
+            with contextlib.suppress(OSError):  # a full disk, say
+                write_status(self.folder, "failed", self.attempt, rank=None, cause=cause)
         self._end(cause)
 
     def _on_server_lost(self) -> None:
@@ -233,9 +234,10 @@ class RankMonitor:
         emit(self.output, RankLost(rank=0, host=host, stage=stage))
         if self.rank == 1:  # where no `run` watches, somebody has to write it down
             cause = "lost without an error message"
-            write_status(
-                self.folder, "failed", self.attempt, rank=0, host=host, stage=stage, cause=cause
-            )
+            with contextlib.suppress(OSError):
+                write_status(
+                    self.folder, "failed", self.attempt, rank=0, host=host, stage=stage, cause=cause
+                )
         time.sleep(GRACE_SECONDS)
         self._end("rank 0 is lost")
 

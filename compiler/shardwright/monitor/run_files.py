@@ -14,6 +14,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
 
+from shardwright.diagnostics.file_errors import NO_SPACE, names_file
 from shardwright.utils.file_io import parse_strict_json, read_regular_file, write_atomically
 from shardwright.utils.json_lines import (
     Count,
@@ -251,8 +252,14 @@ def evaluated_step(folder: Path) -> int:
 
 
 def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> None:
-    """status: running | done | preempted | failed."""
-    write_json(
-        folder / "run" / "status.json",
-        {"status": status, "attempt": attempt, "time": time.time(), **more},
-    )
+    """status: running | done | preempted | failed. Raises OSError."""
+    path = folder / "run" / "status.json"
+    document = {"status": status, "attempt": attempt, "time": time.time(), **more}
+    try:
+        write_json(path, document)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        # No room for a new file beside it: the old one has a block of its own.
+        with names_file(path), path.open("r+b", buffering=0) as file:
+            file.truncate(file.write(f"{strict_json(document)}\n".encode()))

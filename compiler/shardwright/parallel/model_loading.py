@@ -3,11 +3,16 @@ layout."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch import nn
@@ -102,6 +107,17 @@ def _pretrained(plan: Plan, config: PretrainedConfig, model: PreTrainedModel) ->
     return files
 
 
+@contextlib.contextmanager
+def names_safetensors_file(path: Path) -> Iterator[Path]:
+    """Turn what the disk refuses to safetensors into an OSError of that file."""
+    try:
+        yield path
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
 def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
     """Initialize the whole model in one process a host, and share its file with the host's other
     ranks.
@@ -118,10 +134,8 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
         torch.manual_seed(plan.training.seed)
         whole = task_named(plan.model.task).build(config, plan.model.attention)
         kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in kept.items()},
-            drawn / "model.safetensors",
-        )
+        with names_safetensors_file(drawn / "model.safetensors") as path:
+            save_file({name: tensor.contiguous() for name, tensor in kept.items()}, path)
         del whole, kept
     dist.barrier()
     files = WeightFiles(drawn, None)

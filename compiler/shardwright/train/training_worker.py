@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.file_errors import NO_SPACE, file_error_refusal
 from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.monitor.rank_events import RankFailed, event_object, is_secondary_failure
 from shardwright.monitor.rank_monitor import RankMonitor
@@ -75,21 +77,24 @@ def main() -> NoReturn:
         status = _train(plan, folder, rank, watch, lease, stop)
     except BaseException as error:
         if rank != 0:
-            traceback.print_exc()  # into its own log; rank 0's is what the user watches
-        event = _failure_event(plan, rank, error)
+            with contextlib.suppress(OSError):
+                traceback.print_exc()  # into its own log; rank 0's is what the user watches
+        event = _failure_event(plan, folder, rank, error)
         if event.code != "SW6006":  # the folder is another run's
-            write_json(
-                folder / "run" / "errors" / f"rank-{rank:05d}.json",
-                {"attempt": watch.attempt, **event_object(event)},
-            )
+            with contextlib.suppress(OSError):  # a full disk: rank 0 and the launcher are told
+                write_json(
+                    folder / "run" / "errors" / f"rank-{rank:05d}.json",
+                    {"attempt": watch.attempt, **event_object(event)},
+                )
         watch.failed(event)
         if is_secondary_failure(str(error)):
             # Let the launcher, which polls once a second, see the killed process before this one.
             time.sleep(SECONDARY_FAILURE_DELAY_SECONDS)
         # Not the interpreter's exit: a collective that other ranks are in could block it for
         # minutes.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         if lease is not None:
             lease.release()
         os._exit(1)
@@ -104,11 +109,15 @@ def _redirect_output(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:
+def _failure_event(plan: Plan, folder: Path, rank: int, error: BaseException) -> RankFailed:
     """Describe the failure; the earliest is the cause, the others are secondary.
 
     The launcher ends every rank once one is down.
     """
+    if isinstance(error, OSError):
+        if error.errno in NO_SPACE and error.filename is None:  # of the rank's own output, say
+            error.filename = str(folder / "run")
+        error = file_error_refusal(error) or error
     if isinstance(error, Refusal):
         first = error.diagnostics[0]
         cause, code, help_text = first.message, first.code, first.help

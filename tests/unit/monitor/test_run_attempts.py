@@ -12,6 +12,7 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.launch import launcher_process
+from shardwright.launch.launcher_process import LauncherEnd
 from shardwright.monitor.run_attempts import KEPT_ATTEMPTS, read_attempts, record_end
 from shardwright.monitor.run_files import write_json, write_status
 from shardwright.plan.plan import Plan, load_plan
@@ -155,11 +156,11 @@ def test_run_and_status_of_several_attempts(
     shutil.rmtree(out)
     assert cli.main(["compile", str(write_recipe()), "-o", str(out)]) == 0
 
-    def launch(plan: Plan, folder: Path, hostfile: object, attempt: int, lock: int) -> int:
+    def launch(plan: Plan, folder: Path, hostfile: object, attempt: int, lock: int) -> LauncherEnd:
         event = {"kind": "failed", "rank": 1, "host": "a", "code": "SW6301", "cause": "no memory"}
         line = f"@shardwright-event {json.dumps(event)}\nx exits with return code = -9\n"
         (folder / "run" / "launcher.log").write_text(line)
-        return 1
+        return LauncherEnd(1)
 
     monkeypatch.setattr(launcher_process, "_launch", launch)
     assert [cli.main(["run", str(out)]) for _ in range(3)] == [3, 3, 3]
