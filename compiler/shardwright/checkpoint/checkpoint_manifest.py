@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.layout.parameter_sharding import ParameterSharding
-from shardwright.utils.file_io import parse_strict_json, read_regular_file
+from shardwright.utils.file_io import open_regular_file, parse_strict_json, read_regular_file
 from shardwright.utils.json_values import read_record
 
 MANIFEST_VERSION = 1
@@ -187,7 +187,7 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def checksum(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -45,6 +45,7 @@ from shardwright.recipe.recipe_types import (
     with_resolved_kernels,
 )
 from shardwright.search.layout_resolution import price_planned_layout
+from shardwright.utils.file_io import parse_json, read_regular_file
 from shardwright.utils.json_values import canonical_hash, json_bytes
 from shardwright.utils.run_lease import is_locked_by_run, live_owner
 
@@ -376,7 +377,9 @@ def read_folder(folder: Path) -> CompiledFolder:
     )
     try:
         graph = read_graph(folder)
-        config = json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
+        config = parse_json(read_regular_file(folder / plan.model.config_file))
+        if not isinstance(config, dict):
+            raise ValueError(f"{plan.model.config_file} is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         cause = " ".join(str(error).split())[:200]
         raise _mismatch("SW3322", f"the model of {str(folder)!r} cannot be read: {cause}") from None

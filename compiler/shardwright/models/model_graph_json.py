@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.models.model_graph import ModelGraph
-from shardwright.utils.file_io import parse_json
+from shardwright.utils.file_io import parse_json, read_regular_text_file
 from shardwright.utils.json_values import read_record
 
 GRAPH_FILE = "model_graph.json"
@@ -63,5 +63,9 @@ def graph_from_json(text: str) -> ModelGraph:
     return graph
 
 
+MAX_GRAPH_BYTES = 2**30
+"""Bounds model_graph.json: far more than the largest model's."""
+
+
 def read_graph(folder: Path) -> ModelGraph:
-    return graph_from_json((folder / GRAPH_FILE).read_text(encoding="utf-8"))
+    return graph_from_json(read_regular_text_file(folder / GRAPH_FILE, MAX_GRAPH_BYTES))

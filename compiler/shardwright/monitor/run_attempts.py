@@ -67,7 +67,7 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 
 def last_attempt_number(folder: Path) -> int:
     """Return the number of the last attempt; 0 where none began."""
-    known = [each["attempt"] for each in read_attempts(folder)]
+    known = [int(each["attempt"]) for each in read_attempts(folder)]
     return max([read_attempt_record(folder).number or 0, *known])
 
 
