@@ -9,8 +9,9 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import msgspec
 
@@ -24,7 +25,7 @@ own walks of a value are recursive and end at about a thousand."""
 
 
 @contextlib.contextmanager
-def open_regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def open_regular_file(path: str | os.PathLike[str]) -> Iterator[BufferedReader]:
     """Open a file to read. Raises OSError, with words in `strerror`: a folder, a pipe or device, or
     the system's own reason."""
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
