@@ -26,7 +26,6 @@ from tests.unit.calibrate.test_measurement_file import recipe_file
 from tools.pages.page_commands import ROOT
 
 SAMPLE, ALL = 8, 150
-sampled = pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.prove)])
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def look(out: Path, rng: random.Random) -> list[Words]:
     """`status`, and another command that reads what a run has written."""
     quick: list[Words] = [["explain", out], ["explain", out, "--json"], ["run", out], ["stop", out]]
-    more: Words = rng.choice(quick) if rng.random() < 0.8 else report_of(out)
+    more: Words = rng.choice(quick) if rng.random() < 0.9 else report_of(out)
     return [["status", out], ["status", out, "--json"], more]
 
 
@@ -129,7 +128,7 @@ RUN_FILES = {"status.json": 1, "metrics.jsonl": 1, "attempt.json": 2, "saves.jso
 RUN_FILES |= {"evaluation.jsonl": 4, "summary.json": 4}
 
 
-@sampled
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.prove)])
 def test_files_of_a_run(count: int, folder: Path, copy: Path) -> None:
     found = []
     for name, share in RUN_FILES.items():
@@ -137,7 +136,7 @@ def test_files_of_a_run(count: int, folder: Path, copy: Path) -> None:
     assert found == []
 
 
-@sampled
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.prove)])
 def test_files_of_outer_steps(count: int, islands: Path, copy: Path) -> None:
     def commands(out: Path, rng: random.Random) -> list[Words]:
         more: Words = report_of(out) if rng.random() < 0.2 else ["stop", out, "--island", "0"]
@@ -149,7 +148,7 @@ def test_files_of_outer_steps(count: int, islands: Path, copy: Path) -> None:
     assert found == []
 
 
-@sampled
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.prove)])
 def test_plans(count: int, folder: Path, islands: Path, copy: Path) -> None:
     def commands(out: Path, rng: random.Random) -> list[Words]:
         every: list[Words] = [
@@ -173,7 +172,7 @@ def test_plans(count: int, folder: Path, islands: Path, copy: Path) -> None:
     assert found == []
 
 
-@sampled
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.prove)])
 def test_manifests(count: int, folder: Path, copy: Path) -> None:
     def commands(out: Path, rng: random.Random) -> list[Words]:
         (step,) = (out / "checkpoints").iterdir()
@@ -195,7 +194,7 @@ def test_manifests(count: int, folder: Path, copy: Path) -> None:
     assert found == []
 
 
-@sampled
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.prove)])
 def test_calibration_files(count: int, tmp_path: Path) -> None:
     measured = measurements(
         layers=(layer(0, 4, 0.01), layer(1, 4, 0.02), layer(2, 4, 0.01)),
