@@ -18,8 +18,8 @@ from shardwright.diagnostics import Refusal
 from shardwright.migrate.config_import import ImportedRecipe, convert_config
 from shardwright.migrate.file_kinds import KINDS, read_settings_file
 from shardwright.migrate.run_files import settings_of
-from shardwright.migrate.shell_script import read_shell_commands
 from shardwright.recipe.recipe_schema import FILL_IN
+from shardwright.utils.shell_script import read_shell_commands
 from tests.migrate.fuzz import changed_text, try_import
 from tests.migrate.test_import import text_of, to_fill_in
 

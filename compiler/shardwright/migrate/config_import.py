@@ -19,7 +19,7 @@ from shardwright.migrate import (
 from shardwright.migrate.accelerate_config import add_accelerate_config
 from shardwright.migrate.file_kinds import add_file, read_settings_file
 from shardwright.migrate.launch_command import LaunchCommand, read_command
-from shardwright.migrate.recipe_draft import ImportSources, RecipeDraft, Setting, resolved_text
+from shardwright.migrate.recipe_draft import ImportSources, RecipeDraft, Setting
 from shardwright.migrate.run_files import RunFiles
 from shardwright.migrate.training_programs import (
     PREFERENCE_SCRIPTS,
@@ -29,6 +29,7 @@ from shardwright.migrate.training_programs import (
     program_of_words,
 )
 from shardwright.utils.json_values import JsonObject, JsonValue
+from shardwright.utils.shell_script import resolved_text
 
 # What lint says of a key that stands for nothing here: its value is not taken.
 _UNUSABLE_KEY_CODES = frozenset(

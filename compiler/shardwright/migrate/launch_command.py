@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.migrate.shell_script import ShellCommand, read_shell_commands, slurm_directives
+from shardwright.utils.shell_script import ShellCommand, read_shell_commands, slurm_directives
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 

@@ -18,9 +18,9 @@ from shardwright.migrate.recipe_draft import (
     as_count,
     as_text,
     is_secret,
-    resolved_text,
 )
 from shardwright.utils.file_io import read_regular_text_file
+from shardwright.utils.shell_script import resolved_text
 
 _LAUNCHERS = tuple(
     name for name, row in LAUNCHERS.items() if row.program and not row.has_separate_filesystem

@@ -14,6 +14,7 @@ from shardwright.migrate.launch_command import LaunchCommand
 from shardwright.migrate.training_programs import TrainingProgram
 from shardwright.recipe.recipe_schema import FILL_IN
 from shardwright.utils.json_values import JsonObject, JsonValue
+from shardwright.utils.shell_script import resolved_text
 
 LONGEST_VALUE = 60
 _SECRET = re.compile(r"token(?!i[sz])|secret|password|passwd|credential|api_?key", re.IGNORECASE)
@@ -106,9 +107,6 @@ def redacted(source: str, value: JsonValue) -> str:
 
 
 T = TypeVar("T")
-# What a shell, jinja or OmegaConf fills in later; `${NAME:-4}` has a readable default.
-_EXPRESSION = re.compile(r"\$[A-Za-z_{(0-9@*#?]|`|\{\{|\{%")
-_DEFAULTED = re.compile(r"\$\{\w+:?-([^${}`]*)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +138,6 @@ class Setting:
     def told(self) -> str:
         """Return the setting as a reason: `the command has --lr $LR`."""
         return f"{self.owner} has {redacted(self.written, self.told_as or self.text)}"
-
-
-def resolved_text(text: str) -> str | None:
-    """Return a text with the defaults of ${NAME:-default}; None where an expression is left."""
-    found = _DEFAULTED.sub(lambda match: match[1].strip("\"'"), text)
-    return None if _EXPRESSION.search(found) else found
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from shardwright.migrate.recipe_draft import (
     as_switch,
     as_text,
     redacted,
-    resolved_text,
 )
+from shardwright.utils.shell_script import resolved_text
 
 _ATTENTION = ("sdpa", "eager", "flash_attention_2")
 _DATA_ARGUMENTS = (
