@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.lint.file_kind import KINDS, other_file
+from shardwright.migrate.file_kinds import KINDS, other_file
 from shardwright.recipe.recipe_parser import parse_recipe_text
 from shardwright.recipe.recipe_tree import LineOffsets, node_value
 
@@ -58,7 +58,7 @@ def test_recipes_are_recognized_and_ds_configs_are_not() -> None:
     assert len(recipes) > 10
     for path in recipes:
         other = other_file(str(path), path.read_text())
-        assert other is not None and other.kind.name == "a recipe of Shardwright", path
+        assert other is not None and other.phrase == "a recipe of Shardwright", path
     configs = [*HERE.glob("good/*.json"), *HERE.glob("bad/*.json")]
     for path in (*configs, *(ROOT / "tests/cases").glob("*/expected/ds_config*.json")):
         assert other_file(str(path), path.read_text()) is None, path

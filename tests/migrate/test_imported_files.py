@@ -91,6 +91,44 @@ def test_the_table_has_each_kind() -> None:
     assert files >= {p.name for p in INPUTS.iterdir()}
 
 
+UNREAD = {
+    "tokenizer_config.json": ('{"tokenizer_class": "LlamaTokenizer"}', "a tokenizer's config"),
+    "adapter_config.json": ('{"peft_type": "LORA", "r": 8}', "a LoRA adapter's configuration"),
+    "trainer_state.json": (
+        '{"log_history": [], "global_step": 1, "num_train_epochs": 3}',
+        "the Trainer's state of a checkpoint",
+    ),
+    "model.safetensors.index.json": ('{"weight_map": {}}', "an index of weight files"),
+    "config.json": ('{"model_type": "t5", "hidden_size": 8, "tokenizer_class": "T"}', "a model's"),
+    "plan.json": ('{"recipe_hash": "x", "strategy": {}}', "the plan of a compiled folder"),
+    "small.yaml": ("extends: base.yaml\n", "a recipe"),
+    "train.py": ("import torch\n", "a file of Python"),
+    "verl.yaml": ("actor_rollout_ref: {}\n", "a configuration of verl"),
+    "nanotron.yaml": ("parallelism: {}\ndata_stages: []\n", "a configuration of nanotron"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_kind_that_no_command_reads(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, kind = UNREAD[name]
+    (tmp_path / name).write_text(text)
+    for command, code in (("import", "SW1455"), ("lint", "SW4011")):
+        assert main([command, str(tmp_path / name)]) == 1
+        shown = capsys.readouterr().err
+        said = kind if command == "lint" else kind.removeprefix("a configuration of ")
+        assert f"error[{code}]: {tmp_path / name} is " in shown and said in shown
+
+
+def test_a_command_in_a_file_without_an_ending(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "command").write_text("torchrun --nproc_per_node 8 train.py --max_steps 7\n")
+    assert main(["import", str(tmp_path / "command")]) == 0
+    assert "steps: 7 # --max_steps" in capsys.readouterr().out
+
+
 CHANGED = sorted(
     path
     for path in INPUTS.rglob("*.*")

@@ -21,8 +21,8 @@ from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.lint.ds_config_document import Document
-    from shardwright.lint.file_kind import OtherFile
     from shardwright.lint.lint_rule import LintFinding
+    from shardwright.migrate.file_kinds import FileKind
     from shardwright.utils.json_values import JsonValue
 
 
@@ -119,7 +119,7 @@ def run_lint(args: argparse.Namespace) -> int:
 def _lint(path: str, args: argparse.Namespace) -> LintResult:
     from shardwright.lint.ds_config_document import STDIN, parse_ds_config, read_ds_config_text
     from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
-    from shardwright.lint.file_kind import other_file
+    from shardwright.migrate.file_kinds import other_file
 
     name = STDIN if path == "-" else path
     applied_fixes: tuple[LintFinding, ...] = ()
@@ -142,9 +142,9 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
                 notes=notes,
             )
         text = read_ds_config_text(path)
-        other = other_file(name, text)
-        if other is not None:
-            return _lint_other_file(name, text, other, args)
+        kind = other_file(name, text)
+        if kind is not None:
+            return _lint_other_file(name, text, kind, args)
         document = parse_ds_config(name, text)
         if args.fix:
             document, applied_fixes = _fix(document, args)
@@ -173,17 +173,15 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
     )
 
 
-def _lint_other_file(
-    name: str, text: str, other: OtherFile, args: argparse.Namespace
-) -> LintResult:
-    """Lint the DeepSpeed settings of Accelerate's configuration. Raises Refusal with SW4011 for a
-    file of any other kind."""
+def _lint_other_file(name: str, text: str, kind: FileKind, args: argparse.Namespace) -> LintResult:
+    """Lint the DeepSpeed settings of another program's file. Raises Refusal with SW4011 for a
+    file that has none."""
     from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
-    from shardwright.lint.file_kind import ACCELERATE, accelerate_settings, refused_file
+    from shardwright.migrate.file_kinds import refused_file
 
-    settings = accelerate_settings(name, text, other) if other.kind is ACCELERATE else None
+    settings = kind.lint(name, text) if kind.lint is not None else None
     if settings is None:
-        raise refused_file(name, text, other)
+        raise refused_file(name, text, kind)
     told, document = settings.diagnostics, settings.document
     if document is not None:
         ds_config = linted_ds_config(document, "trainer", args.world_size)

@@ -21,6 +21,7 @@ class TrainingProgram:
 
     scripts: patterns of a script or module
     keys: sets of settings; a file that has all of one set is this program's
+    file_phrase: what lint calls such a file, where it is not "a configuration of" the program
     typed_keys: the same of a command
     aliases: its name -> the name that is read, and its values -> those that are read (None: the
         same)
@@ -33,6 +34,7 @@ class TrainingProgram:
     name: str
     scripts: tuple[str, ...] = ()
     keys: tuple[frozenset[str], ...] = ()
+    file_phrase: str = ""
     typed_keys: tuple[frozenset[str], ...] = ()
     aliases: Mapping[str, tuple[str, ValueMap | None]] = field(default_factory=dict)
     defaults: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -218,7 +220,13 @@ PROGRAMS = (
     TrainingProgram(
         name="LLaMA-Factory",
         scripts=(r"llamafactory-cli|lmf train", r"(src/)?llamafactory/(launcher|cli)\.py"),
-        keys=_keys("finetuning_type", "stage cutoff_len", "stage template", "cutoff_len dataset"),
+        keys=_keys(
+            "finetuning_type",
+            "stage cutoff_len",
+            "stage template",
+            "cutoff_len dataset",
+            "cutoff_len template",
+        ),
         aliases={
             "flash_attn": ("attn_implementation", _ATTENTION),
             "disable_gradient_checkpointing": ("gradient_checkpointing", _NOT_ON),
@@ -441,8 +449,9 @@ PROGRAMS = (
             "per_device_train_batch_size",
             "num_train_epochs",
             "output_dir learning_rate",
-            "model_name_or_path learning_rate",
+            "model_name_or_path",
         ),
+        file_phrase="arguments of the Hugging Face Trainer",
         typed_keys=_keys(
             "per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "output_dir"
         ),
