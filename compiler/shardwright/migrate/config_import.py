@@ -19,12 +19,15 @@ from shardwright.migrate import (
 from shardwright.migrate.accelerate_config import add_accelerate_config
 from shardwright.migrate.file_kinds import add_file, read_settings_file
 from shardwright.migrate.launch_command import LaunchCommand, read_command
-from shardwright.migrate.recipe_draft import ImportSources, RecipeDraft, Setting
+from shardwright.migrate.recipe_draft import ImportSources, RecipeDraft, Setting, redacted
 from shardwright.migrate.run_files import RunFiles
 from shardwright.migrate.training_programs import (
-    PREFERENCE_SCRIPTS,
+    OTHER_TASKS,
     PROGRAMS,
+    SETTINGS_OF_OTHER_TASKS,
+    UNKNOWN_SCRIPT,
     TrainingProgram,
+    other_task,
     program_of_script,
     program_of_words,
 )
@@ -285,17 +288,22 @@ def _add_ds_config(run: RunFiles) -> None:
 
 def _refuse_other_trainings(s: ImportSources) -> None:
     """Raise SW1456 for preferences, rewards and distillation: a recipe trains next tokens."""
-    what = ""
-    if PREFERENCE_SCRIPTS.search(s.command.script):
-        what = s.command.script
-    for name, values in (s.program.untrainable if s.program is not None else {}).items():
+    program = s.program or UNKNOWN_SCRIPT
+    task, what = other_task(s.command.script), s.command.script
+    for name, values in program.next_token_values.items():
         setting = s.settings.get(name)
-        if setting is not None and ({setting.text.lower(), "*"} & values):
-            what = f"{setting.written}: {setting.text}"
-    if what:
-        cause = f"a recipe trains next tokens, and this run is another training: {what}"
-        help = "Import a run of pretraining or supervised fine-tuning (pt, sft)."
+        text = "" if setting is None else (resolved_text(setting.text) or setting.text).lower()
+        if setting is not None and text not in values:
+            named = OTHER_TASKS.get(text) or SETTINGS_OF_OTHER_TASKS.get(name)
+            what = redacted(setting.written, setting.text) if named or not task else what
+            task = named or task or "another task"
+    if task is not None:
+        cause = f"{program.name} trains {task}, and a recipe trains next tokens: {what}"
+        help = "Import a run of pretraining or supervised fine-tuning (pt, sft), and no other."
         raise Refusal(found("SW1456", None, cause, help))
+    if program.commands and not s.command.script:
+        said = f"the file does not say what is trained: {program.commands} does"
+        s.draft.note("training", f"{said}; this recipe trains next tokens")
 
 
 def without_faulty_keys(

@@ -67,6 +67,11 @@ _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("python",): "python",
     ("llamafactory-cli", "train"): "llamafactory-cli",
     ("lmf", "train"): "llamafactory-cli",
+    **{
+        (c, n): "llamafactory-cli"
+        for c in ("llamafactory-cli", "lmf")
+        for n in ("sft", "dpo", "rm")
+    },
     ("axolotl", "train"): "axolotl",
     **{("swift", name): "swift" for name in ("pt", "sft", "rlhf")},
     **{("megatron", name): "swift" for name in ("pt", "sft", "rlhf")},

@@ -28,7 +28,9 @@ class TrainingProgram:
     defaults, unknown_defaults: by the name that is read
     defaults_of: what a comment calls the program of the defaults
     reasons: its setting -> why a recipe does not have it
-    untrainable: setting -> values of another training than next-token prediction; * is any
+    next_token_values: setting -> its values with which the program trains next tokens; any other
+        value is another training
+    commands: what starts its trainings, where its files do not say which of them reads them
     """
 
     name: str
@@ -41,7 +43,8 @@ class TrainingProgram:
     unknown_defaults: Mapping[str, str] = field(default_factory=dict)
     defaults_of: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    untrainable: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    next_token_values: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    commands: str = ""
     target: str = ""
 
 
@@ -91,7 +94,36 @@ _ATTENTION: ValueMap = {
     "eager": "eager",
     "disabled": "eager",
 }
-_PREFERENCES = frozenset({"rm", "ppo", "dpo", "kto", "rlhf", "grpo", "orpo", "simpo"})
+
+
+def _by_name(tasks: dict[str, str]) -> dict[str, str]:
+    return {name: task for task, names in tasks.items() for name in names.split()}
+
+
+OTHER_TASKS = _by_name(
+    {
+        "preferences": "bco cpo dpo gdpo ipo kto mpo nash_md online_dpo orpo simpo tpo xpo rlhf",
+        "a reward model": "prm reward reward_model reward_modeling rm process_reward_model",
+        "a policy by reinforcement": "async_grpo grpo gspo papo ppo rloo",
+        "a student by distillation": "distill distillation gkd kd minillm sdft sdpo",
+        "a classifier": "seq_cls",
+        "embeddings": "embedding",
+        "a reranker": "reranker generative_reranker",
+    }
+)
+"""Maps what programs call a training to what it trains in the place of next tokens."""
+SETTINGS_OF_OTHER_TASKS = _by_name(
+    {
+        "preferences": "beta rpo_alpha desirable_weight undesirable_weight simpo_gamma ref_model "
+        "reference_free precompute_ref_log_probs max_prompt_length",
+        "a reward model": "center_rewards_coefficient reward_model process_reward_model",
+        "a policy by reinforcement": "num_generations reward_funcs max_completion_length "
+        "reward_model_path reward_model_name_or_path",
+        "a student by distillation": "teacher_model teacher_model_name_or_path lmbda",
+    }
+)
+"""Maps settings that only the trainers of these take to what they train."""
+_OF_OTHER_TASKS = dict.fromkeys(SETTINGS_OF_OTHER_TASKS, frozenset[str]())
 _DEFAULT_OF_VERSION = "its default depends on {}'s version"
 
 
@@ -212,6 +244,9 @@ PROGRAMS = (
             "gradient_checkpointing bf16 adam_beta1 adam_beta2 adam_epsilon "
             "weight_decay max_grad_norm warmup_steps",
         ),
+        scripts=(r"(llamafactory-cli|lmf) (sft|dpo|rm)",),
+        next_token_values={"model_class": frozenset({"llm", "other"})},
+        commands="llamafactory-cli sft, dpo or rm",
         reasons={
             "model_class": "the model's type says what it is",
             **_because("it is for generation", "sample_backend max_new_tokens"),
@@ -245,7 +280,7 @@ PROGRAMS = (
                 max_seq_length="tokens of a sequence (cutoff_len)",
             ),
         },
-        untrainable={"stage": _PREFERENCES},
+        next_token_values={"stage": frozenset({"pt", "sft"})},
         reasons={
             "stage": "a recipe trains next tokens",
             "template": "data.template names a chat template",
@@ -289,9 +324,10 @@ PROGRAMS = (
             "weight_decay max_grad_norm warmup_steps",
             per_device_train_batch_size="sequences of a GPU at once (micro_batch_size)",
         ),
-        untrainable={
-            "rl": frozenset({"*"}),
-            "reward_model": frozenset({"true"}),
+        next_token_values={
+            "rl": frozenset({"false"}),
+            "reward_model": frozenset({"false"}),
+            "process_reward_model": frozenset({"false"}),
         },
         reasons={
             "load_in_8bit": "a recipe trains unquantized weights",
@@ -332,7 +368,11 @@ PROGRAMS = (
         ),
         defaults={"adam_epsilon": 1e-8, "max_grad_norm": 1.0},
         defaults_of="Megatron-LM",
-        untrainable={"rlhf_type": frozenset({"*"})},
+        next_token_values={
+            **_OF_OTHER_TASKS,
+            "rlhf_type": frozenset(),
+            "task_type": frozenset({"causal_lm"}),
+        },
         target="megatron",
         reasons=_MEGATRON_REASONS,
     ),
@@ -358,10 +398,12 @@ PROGRAMS = (
         ),
         defaults={"max_grad_norm": 1.0, "seed": 42, "adam_epsilon": 1e-8, "num_train_epochs": 3.0},
         defaults_of="ms-swift",
-        untrainable={
-            "rlhf_type": frozenset({"*"}),
-            "task_type": frozenset({"seq_cls", "embedding", "reranker", "generative_reranker"}),
+        next_token_values={
+            **_OF_OTHER_TASKS,
+            "rlhf_type": frozenset(),
+            "task_type": frozenset({"causal_lm"}),
         },
+        commands="swift pt, sft or rlhf",
         reasons={
             **_because("it is the assistant's name, not the model's", "model_name model_author"),
             **_because(
@@ -426,7 +468,8 @@ PROGRAMS = (
                 bf16="bf16, fp16 or fp32 (bf16 in TRL 1)",
             ),
         },
-        untrainable={"loss_type": frozenset({"sigmoid", "hinge", "ipo", "apo_zero"})},
+        next_token_values={**_OF_OTHER_TASKS, "loss_type": frozenset({"nll", "chunked_nll"})},
+        commands="trl sft, dpo, grpo, kto or reward",
     ),
     TrainingProgram(
         name="transformers' examples without the Trainer",
@@ -463,11 +506,15 @@ PROGRAMS = (
 """Lists the programs, special before general: the first match counts."""
 
 UNKNOWN_SCRIPT = TrainingProgram(name="a script")
-PREFERENCE_SCRIPTS = re.compile(
-    r"(^|[/ ._])(dpo|grpo|kto|ppo|rloo|gkd|online_dpo|reward|reward_modeling|rlhf|train_dpo|"
-    r"train_ppo\w*|train_rm|train_kto)(\.py)?$"
+_SCRIPT_TASK = re.compile(
+    rf"(?:^|[/ ._])({'|'.join(sorted(OTHER_TASKS))})(?:_(?!\w*sft)\w+)?(?:\.py)?$"
 )
-"""Matches scripts that train preferences or rewards."""
+
+
+def other_task(script: str) -> str | None:
+    """Return what a script trains in the place of next tokens, as its name says."""
+    match = _SCRIPT_TASK.search(script)
+    return OTHER_TASKS[match[1]] if match else None
 
 
 def program_of_script(script: str) -> TrainingProgram | None:
