@@ -13,16 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.plan.plan import read_plan
 from tests.parity.harness import (
-    BETAS,
-    DECAY,
-    EPS,
     LENGTH,
     LOSS_ABSOLUTE,
-    LR,
     NORM_RELATIVE,
     SEED,
     STEPS,
-    WARMUP,
     WEIGHT_ABSOLUTE,
     Case,
     difference_of,
@@ -31,8 +26,9 @@ from tests.parity.harness import (
     newest_checkpoint,
     recipe,
     shardwright,
+    train_in_one_process,
 )
-from tests.parity.reference import token_rows, train
+from tests.parity.reference import token_rows
 from tests.unit.models.own_model import FILES, write_own_model
 
 pytestmark = pytest.mark.launch
@@ -72,15 +68,10 @@ def test_own_code_trains_in_a_pipeline_as_one_plain_process(
     exported = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, trust_remote_code=True
     )
-    wanted = train(
+    wanted = train_in_one_process(
         plain,
         [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)],
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY,
-        warmup=WARMUP,
-        clipping=case.clipping,
+        case.clipping,
     )
     difference = difference_of(metrics(tmp_path / "out"), dict(exported.named_parameters()), wanted)
     assert difference.loss_absolute <= LOSS_ABSOLUTE, difference

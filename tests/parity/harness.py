@@ -22,7 +22,7 @@ from shardwright.utils.numeric_difference import (
     max_series_diff,
     state_dict_max_abs_diff,
 )
-from shardwright.verify.reference_run import add_reference_lora
+from shardwright.verify.reference_run import Rows, add_reference_lora
 from tests import warm
 from tests.figures import lines_apart
 from tests.parity.models import MIXTURES, MODELS
@@ -239,6 +239,21 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
             ]
             for [b] in blocks
         ]
+    return train_in_one_process(model, blocks, case.clipping, dtype=dtype)
+
+
+def train_in_one_process(
+    model: torch.nn.Module,
+    blocks: list[Rows],
+    clipping: float,
+    *,
+    own_loss: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Reference:
+    """Train a plain model with the optimizer and the schedule of recipe().
+
+    blocks: the rows of each step
+    """
     return train(
         model,
         blocks,
@@ -247,7 +262,8 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
         eps=EPS,
         weight_decay=DECAY,
         warmup=WARMUP,
-        clipping=case.clipping,
+        clipping=clipping,
+        own_loss=own_loss,
         dtype=dtype,
     )
 

@@ -21,10 +21,9 @@ from shardwright.plan.plan import Plan
 from tests.figures import training_apart
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.engine_groups import from_rank_0
-from tests.parity.harness import BETAS, DECAY, EPS, LENGTH, LR, SEED, STEPS, WARMUP, Case
+from tests.parity.harness import LENGTH, SEED, STEPS, Case, train_in_one_process
 from tests.parity.models import MODELS
 from tests.parity.reference import Reference, initial_model
-from tests.parity.reference import train as plain_train
 from tests.parity.router_aux_loss import add_balance
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% endfor %}"
@@ -57,15 +56,10 @@ def plain_run(plan: Plan, folder: Path, case: Case) -> Reference:
     opened = open_dataset(plan, folder)
     model = initial_model(MODELS[case.model], SEED)
     add_balance(model, case.balance / case.batch)
-    return plain_train(
+    return train_in_one_process(
         model,
         [list(rows(opened.train.read(opened.order.indices(k)))) for k in range(1, STEPS + 1)],
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY,
-        warmup=WARMUP,
-        clipping=case.clipping,
+        case.clipping,
     )
 
 

@@ -14,22 +14,18 @@ import torch
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from tests.figures import lines_apart
 from tests.parity.harness import (
-    BETAS,
-    DECAY,
-    EPS,
     LENGTH,
-    LR,
     SEED,
     STEPS,
-    WARMUP,
     Case,
     metrics,
     must,
     recipe,
     shardwright,
+    train_in_one_process,
 )
 from tests.parity.models import MODELS
-from tests.parity.reference import initial_model, train
+from tests.parity.reference import initial_model
 
 
 def write_documents(folder: Path, total: int) -> list[bytes]:
@@ -151,15 +147,10 @@ def test_packed_documents_do_not_see_each_other(
     if flash:
         run_with_flash(tmp_path / "out", tmp_path / "stand-in", monkeypatch)
     must(shardwright("run", tmp_path / "out"))
-    wanted = train(
+    wanted = train_in_one_process(
         initial_model(MODELS[case.model], SEED),
         [pieces_of_step(documents, k, case.batch) for k in range(1, STEPS + 1)],
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY,
-        warmup=WARMUP,
-        clipping=case.clipping,
+        case.clipping,
     )
     off = lines_apart(metrics(tmp_path / "out"), wanted)
     assert off["loss"] <= 1e-5 and off["norm"] <= 2e-5, off

@@ -19,8 +19,8 @@ from shardwright.models.image_processor import (
     processor_files,
     processor_from_config,
 )
-from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP
-from tests.parity.reference import Reference, train
+from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP, train_in_one_process
+from tests.parity.reference import Reference
 
 STEPS, BATCH, ROWS = 8, 8, 64
 LENGTHS = {"smolvlm": 320}
@@ -297,17 +297,7 @@ def reference(
     kind = load_processor(processor)
     rows = [_row(kind, record, model, folder) for record in records]
     blocks = [rows[step * BATCH : (step + 1) * BATCH] for step in range(steps)]
-    return train(
-        plain,
-        blocks,
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY,
-        warmup=WARMUP,
-        clipping=0.5,
-        own_loss=False,
-    )
+    return train_in_one_process(plain, blocks, 0.5, own_loss=False)
 
 
 def _patterns(entry: str) -> tuple[str, ...]:
