@@ -121,6 +121,29 @@ def test_a_kind_that_no_command_reads(
         assert f"error[{code}]: {tmp_path / name} is " in shown and said in shown
 
 
+@pytest.mark.parametrize(
+    ("devices", "kept"), [("0,1", None), ("2,3", "2,3"), ("1,0", "1,0"), ("3", "3"), ("0", None)]
+)
+def test_a_choice_of_devices_is_kept(devices: str, kept: str | None) -> None:
+    """The first N devices are those of every launcher; others stay in the environment."""
+    command = f"CUDA_VISIBLE_DEVICES={devices} swift sft --model a/b --tuner_type full"
+    values = convert_config(None, command, None, "/").draft.values
+    assert values["cluster.gpus_per_node"] == len(devices.split(","))
+    env = values.get("launch.env", {})
+    assert isinstance(env, dict) and env.get("CUDA_VISIBLE_DEVICES") == kept
+
+
+def test_a_default_that_a_recipe_does_not_share() -> None:
+    """LoRA's dropout is 0 in a recipe and 0.05 in TRL and ms-swift."""
+    for command, dropout in (
+        ("trl sft --model_name_or_path a/b --use_peft --lora_r 8 --lora_alpha 8", 0.05),
+        ("swift sft --model a/b --tuner_type lora --lora_rank 8 --lora_alpha 8", 0.05),
+        ("swift sft --model a/b --tuner_type lora --lora_rank 8 --lora_dropout 0", 0.0),
+        ("llamafactory-cli train --model_name_or_path a/b --finetuning_type lora", None),
+    ):
+        assert convert_config(None, command, None, "/").draft.values.get("lora.dropout") == dropout
+
+
 def test_a_command_in_a_file_without_an_ending(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

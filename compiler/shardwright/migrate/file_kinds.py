@@ -31,7 +31,7 @@ from shardwright.utils.json_values import JsonObject
 
 _SCRIPT_ENDINGS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".sub")
 _YAML_ENDINGS = (".yaml", ".yml")
-_JINJA = re.compile(r"(?m)((?::|-)[ \t]+)(\{\{)")
+_JINJA = re.compile(r"(?m)((?::|-)[ \t]+)(\{\{[^\n#]*[^\n#\s])")
 _IMPORT_READS = (
     "Import reads a ds_config.json, a YAML file of Accelerate, LLaMA-Factory, Axolotl, ms-swift, "
     "TRL or the Trainer, a shell script that starts a training, or a checkpoint folder."
@@ -268,7 +268,7 @@ def _tree(path: str, text: str) -> JsonObject:
         except (ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
-    text = _JINJA.sub(r"\1$\2", text)
+    text = _JINJA.sub(lambda found: found[1] + json.dumps(found[2]), text)
     node, errors = parse_recipe_text(text, LineOffsets(path, text))
     if errors:
         if not is_yaml:

@@ -125,7 +125,8 @@ def cluster(s: ImportSources, folder: str) -> None:
     visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")
     if s.gpus_per_node is None and re.fullmatch(r"\d+(,\d+)*", visible) and sees_devices(s):
         s.gpus_per_node, s.nodes = len(visible.split(",")), s.nodes or 1
-        s.draft.take("CUDA_VISIBLE_DEVICES", "cluster")
+        if visible == ",".join(map(str, range(s.gpus_per_node))):  # others stay in launch.env
+            s.draft.take("CUDA_VISIBLE_DEVICES", "cluster")
     if s.command.launcher == "python" and s.gpus_per_node is None:
         s.gpus_per_node = 1
     ranks = s.checkpoint.get("world_size")

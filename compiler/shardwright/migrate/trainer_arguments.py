@@ -19,6 +19,7 @@ from shardwright.migrate.recipe_draft import (
     as_text,
     redacted,
 )
+from shardwright.migrate.training_programs import UNKNOWN_SCRIPT
 from shardwright.utils.shell_script import resolved_text
 
 _ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -285,8 +286,11 @@ def _lora(s: ImportSources) -> None:
         return
     if s.settle("lora.rank", as_count, "lora_r", "lora_rank") is None:
         s.draft.ask("lora.rank", "the rank of the adapters")
-    for key, name in (("lora.alpha", "lora_alpha"), ("lora.dropout", "lora_dropout")):
-        s.settle(key, as_number, name)
+    s.settle("lora.alpha", as_number, "lora_alpha")
+    program = s.program or UNKNOWN_SCRIPT
+    origin = f"{program.name}'s default"
+    default = None if s.hidden else program.lora_dropout
+    s.settle("lora.dropout", as_number, "lora_dropout", otherwise=default, origin=origin)
     if "lora.alpha" not in s.draft.values:
         s.draft.ask("lora.alpha", "the scale of the adapters; its default is the program's own")
     modules = s.settings.get("lora_target_modules")

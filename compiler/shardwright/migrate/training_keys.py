@@ -404,6 +404,7 @@ def _betas(s: ImportSources) -> None:
     values: list[JsonValue] = []
     origins: list[str] = []
     sources: list[str] = []
+    told: list[str] = []
     for at, name in enumerate(("adam_beta1", "adam_beta2")):
         typed = s.word(as_number, name)
         known = as_number(s.program.defaults.get(name)) if s.program is not None else None
@@ -411,6 +412,7 @@ def _betas(s: ImportSources) -> None:
             values.append(typed[1])
             sources.append(typed[0])
             origins.append(typed[0])
+            told += [setting.told() for setting in (s.setting(name),) if setting is not None]
         elif s.ask_unread(key, name, dotted=path):
             return
         elif known is not None and s.program is not None:
@@ -424,9 +426,9 @@ def _betas(s: ImportSources) -> None:
         what = reasons.get(
             "adam_beta1", "two numbers; no file and no word of the command says them"
         )
-        s.unanswered(key, path, what)
         for source in sources:
             s.draft.take(source, key)
+        s.unanswered(key, path, "; ".join((what, *told)))
         return
     s.draft.put(key, values, " and ".join(dict.fromkeys(origins)), *sources, *s.there(path))
 

@@ -28,6 +28,7 @@ class TrainingProgram:
     defaults, unknown_defaults: by the name that is read
     defaults_of: what a comment calls the program of the defaults
     reasons: its setting -> why a recipe does not have it
+    lora_dropout: the default of every version; None where it is 0, as a recipe's
     next_token_values: setting -> its values with which the program trains next tokens; any other
         value is another training
     commands: what starts its trainings, where its files do not say which of them reads them
@@ -43,6 +44,7 @@ class TrainingProgram:
     unknown_defaults: Mapping[str, str] = field(default_factory=dict)
     defaults_of: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict)
+    lora_dropout: float | None = None
     next_token_values: Mapping[str, frozenset[str]] = field(default_factory=dict)
     commands: str = ""
     target: str = ""
@@ -350,6 +352,7 @@ PROGRAMS = (
     ),
     TrainingProgram(
         name="Megatron-SWIFT",
+        lora_dropout=0.05,
         scripts=(r"^megatron \w+",),
         aliases={
             **_MEGATRON_ALIASES,
@@ -378,6 +381,7 @@ PROGRAMS = (
     ),
     TrainingProgram(
         name="ms-swift",
+        lora_dropout=0.05,
         scripts=(r"^swift \w+", r"swift/cli/(sft|pt|rlhf)\.py"),
         keys=_keys("train_type model", "tuner_type", "sft_type", "attn_impl model"),
         aliases={
@@ -442,6 +446,7 @@ PROGRAMS = (
     ),
     TrainingProgram(
         name="TRL",
+        lora_dropout=0.05,
         scripts=(
             r"trl \w+",
             r"(^|/)(sft|dpo|grpo|kto|reward_modeling|gkd)\w*\.py",
