@@ -114,7 +114,7 @@ def test_a_training_of_next_tokens(text: str, unsaid: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "launch",
     [
-        *(f"trl sft {MODEL}", f"python examples/scripts/sft_vlm.py {MODEL}"),
+        *(f"trl sft {MODEL}", f"python sft_vlm.py {MODEL}"),
         *("swift sft --model a/b", "swift pt --model a/b", "megatron pt --model a/b"),
         *("llamafactory-cli sft --model a/b", f"python my_reward_free_sft.py {MODEL}"),
     ],
