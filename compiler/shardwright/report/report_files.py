@@ -20,9 +20,7 @@ def write_report(folder: Path, output: Path, trace: Path | None) -> list[tuple[P
     for path in (output, trace):
         if path is not None and path.is_dir():
             raise _unwritable(path, "it is a folder")
-    from shardwright.report.report_page import (
-        render_page,
-    )  # Bokeh takes half a second to import, so the folder is checked first
+    from shardwright.report.report_page import render_page  # numpy and Jinja: after the checks
 
     page, timeline = render_page(subject)
     texts = [(output, page)]
