@@ -341,9 +341,7 @@ def _launch(
             raise KeyboardInterrupt
         return LauncherEnd(code=code, unlogged=unlogged)
     except KeyboardInterrupt:
-        end_processes(
-            [process], LAUNCHERS[plan.launch.launcher].interrupt, INTERRUPT_GRACE_SECONDS
-        )
+        end_processes([process], LAUNCHERS[plan.launch.launcher].interrupt, INTERRUPT_GRACE_SECONDS)
         with contextlib.suppress(OSError):
             write_status(folder, "failed", attempt, rank=None, cause="interrupted")
         raise

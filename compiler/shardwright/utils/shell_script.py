@@ -2,7 +2,7 @@
 
 Assignments are expanded where every branch of the script gives the same value. What only the shell
 knows ($1, $(hostname), a variable of another file) stays as it is written. Each word keeps its
-place in the text (compiler/decisions/042).
+place in the text (compiler/decisions/044).
 """
 
 from __future__ import annotations
