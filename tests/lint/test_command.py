@@ -206,9 +206,18 @@ class TestMemory:
         assert f"memory   not predicted: {words}" in capsys.readouterr().out
 
     def test_unknown_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        arguments = ("--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B", "--gpu", "h100")
-        assert self.lint(tmp_path, self.CONFIG, *arguments) == 1
+        arguments = ("--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B", "--gpu")
+        assert self.lint(tmp_path, self.CONFIG, *arguments, "h100-pcie") == 1
         assert "error[SW3001]" in capsys.readouterr().err
+
+    def test_short_name_of_a_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = ("--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B", "--gpu")
+        long = self.lint(tmp_path, self.CONFIG, *arguments, "h100-sxm-80gb")
+        expected = capsys.readouterr()
+        assert self.lint(tmp_path, self.CONFIG, *arguments, "h100") == long
+        found = capsys.readouterr()
+        assert found.out == expected.out
+        assert found.err == f"shardwright: --gpu h100: taken as h100-sxm-80gb\n{expected.err}"
 
 
 def test_explain_every_code(capsys: pytest.CaptureFixture[str]) -> None:

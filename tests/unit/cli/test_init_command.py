@@ -82,7 +82,7 @@ def test_nothing_is_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("asked", "code", "near"),
     [
-        (("Qwen/Qwen3-8B", "h100", 1, 8), "SW3001", "h100-sxm-80gb"),
+        (("Qwen/Qwen3-8B", "h100-pcie", 1, 8), "SW3001", "h100-sxm-80gb"),
         (("Qwen/Qwen3-8b-Bse", "h100-sxm-80gb", 1, 8), "SW2001", "Qwen/Qwen3-8B-Base"),
         (("Qwen/Qwen3-8B", "h100-sxm-80gb", 1, 0), "SW1104", "1024"),
         (("Qwen/Qwen3-8B", "h100-sxm-80gb", -1, 8), "SW11", "nodes"),
