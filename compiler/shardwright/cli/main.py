@@ -64,7 +64,7 @@ COMMANDS: dict[str, Command] = {
         PLAN, "explain_command", "explain a plan, why it is not another layout, or a code"
     ),
     "diff": Command(
-        PLAN, "diff_command", "compare two recipes or compiled folders, and what the changes do"
+        PLAN, "diff_command", "compare two recipes or folders, and what the changes do"
     ),
     "verify": Command(
         PLAN, "compile_commands", "test the layout on a tiny copy of the model against one process"
@@ -94,12 +94,10 @@ COMMANDS: dict[str, Command] = {
     "tune": Command(
         MEASURE,
         "calibrate_commands",
-        "run the best layouts of a recipe, and the ZeRO baselines, for a few steps",
+        "run the best layouts and the ZeRO baselines for a few steps",
     ),
     "lint": Command(
-        ANYONE,
-        "lint_command",
-        "check DeepSpeed configs and Megatron-LM arguments that you already have",
+        ANYONE, "lint_command", "check your own DeepSpeed configs and Megatron-LM arguments"
     ),
     "completion": Command(ANYONE, "main", "print a shell completion script"),
 }

@@ -42,6 +42,15 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--help"]) == 0
 
 
+def test_help_is_aligned_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [re.fullmatch(r"  (?:-\w, --)?[\w-]+ {2,}(?=\S)(.*)", line) for line in lines]
+    places = [row.start(1) for row in rows if row is not None]
+    assert len(places) == len(cli.COMMANDS) + 2 and len(set(places)) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
