@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwright.cli.main import main
+from shardwright.cli.plan_command import plan_summary_lines
 from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from tools.generate.recipe_plans import (
@@ -42,6 +44,26 @@ def test_the_plan_is_the_golden_one(name: str) -> None:
     assert found.text == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8"), (
         "`make generated` writes it anew"
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_is_readable_at_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    problem, rows, result = planned(name).summary
+    lines = plan_summary_lines(problem, rows, result)
+    assert max(map(len, lines)) <= 80 and "..." not in "".join(lines)
+    header, *table = lines[: lines.index("")]
+    heads = header.split()
+    assert heads[:4] == ["#", "layout", "memory", "step"] and len(heads) == 6
+    assert heads[4].startswith("tokens/s/") and heads[5] in ("cost", "GPU-h", "rank-h")
+    assert len(table) == sum(row.ranked for row in rows)
+    # A layout, in the field's letters, stands on one line with its four figures.
+    for place, line in enumerate(table, start=1):
+        layout = r"(?:[A-Z]+(?: ?\d+)?,? )*ZeRO-[0-3](?:,? [A-Za-z]+[ -]?\w*)*"
+        figures = r" +[\d.]+ GiB +[\d.,]+ s +[\d.,]+ +[\d.,]+(?: M)?(?: (?:GPU|rank)-h)?"
+        assert re.fullmatch(rf" *{place}  {layout}{figures}", line), line
+    below = lines[lines.index("") + 1 :]
+    assert [line[:11].rstrip() for line in below] == ["why first", "how sure", "engine"]
 
 
 def test_no_golden_plan_is_left_over() -> None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.plan_command import plan_table_rows, plan_text_lines
+from shardwright.cli.plan_command import PlanRow, plan_table_rows, plan_text_lines
 from shardwright.compile.recipe_compiler import read_problem, resolve_recipe
 from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_search import estimate_pinned_layout, search
+from shardwright.search.layout_search import SearchResult, estimate_pinned_layout, search
 from tools.generate.sections import replace_section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,9 +31,11 @@ NAMES = tuple(sorted(path.stem for path in RECIPES.glob("*.yaml")))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """text: what `plan --top 3` prints, less the seconds that the search took."""
+    """text: what `plan --top 3 --wide` prints, less the seconds that the search took. summary: the
+    arguments of plan_summary_lines, which prints the same without --wide."""
 
     recipe: Recipe
+    summary: tuple[Problem, list[PlanRow], SearchResult]
     parameters: int
     best: Estimate
     text: str
@@ -47,6 +50,7 @@ def planned(name: str) -> Planned:
     text = "\n".join(plan_text_lines(problem, rows, result, None))
     return Planned(
         recipe=recipe,
+        summary=(problem, rows, result),
         parameters=problem.graph.total_parameters,
         best=result.ranked[0],
         text=re.sub(r"; searched in [\d.]+ s", "", text) + "\n",

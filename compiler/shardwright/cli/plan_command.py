@@ -21,6 +21,7 @@ from shardwright.cli.estimate_command import (
     measurement_note_lines,
     measurements_json,
 )
+from shardwright.cli.plan_summary import summary_lines, wrapped_lines
 from shardwright.cli.terminal import (
     error,
     labelled_lines,
@@ -104,6 +105,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --pin: write the pinned recipe here instead of in place",
     )
+    parser.add_argument(
+        "--wide",
+        action="store_true",
+        help=(
+            "add every column, why the other layouts are slower or ruled out, and where the "
+            "predictions' error is from; needs about 150 columns"
+        ),
+    )
     add_json(parser)
     model = parser.add_argument_group("for a MODEL instead of a recipe")
     model.add_argument(
@@ -175,11 +184,19 @@ def run_plan(args: argparse.Namespace) -> int:
             document["assumed"] = recipe_writer.assumed_keys(args)
         print(strict_json({**document, **measurements_json(recipe, problem.graph, None)}))
     else:
-        lines = [
-            *recipe_writer.heading(args, text),
-            *plan_text_lines(problem, rows, result, sizing, batch, larger),
-            *measurement_note_lines(recipe, problem.graph, problem.cluster),
-        ]
+        heading = recipe_writer.heading(args, text)
+        lines = (
+            [
+                *heading,
+                *plan_text_lines(problem, rows, result, sizing, batch, larger),
+                *measurement_note_lines(recipe, problem.graph, problem.cluster),
+            ]
+            if args.wide
+            else [
+                *wrapped_lines(heading),
+                *plan_summary_lines(problem, rows, result, sizing, batch),
+            ]
+        )
         print("\n".join(lines), flush=True)
         print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
@@ -232,7 +249,7 @@ def _row(
     notes += [ran] if (ran := measured_run_note(problem.recipe, problem.graph, s)) else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
     notes += broken or ([] if ranked or _is_within_pins(problem.recipe, s) else ["not as pinned"])
-    return PlanRow(estimate=estimate, note=", ".join(notes), broken=bool(broken))
+    return PlanRow(estimate=estimate, note=", ".join(notes), broken=bool(broken), ranked=ranked)
 
 
 def _is_within_pins(recipe: Recipe, s: Layout) -> bool:
@@ -301,6 +318,35 @@ def _bound(recipe: Recipe, sizing: ClusterSizing, batch: SmallerClusterBatch | N
     )
 
 
+def _sizing_text(recipe: Recipe, sizing: ClusterSizing, batch: SmallerClusterBatch | None) -> str:
+    days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
+    return f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}"
+
+
+def plan_summary_lines(
+    problem: Problem,
+    rows: list[PlanRow],
+    result: SearchResult,
+    sizing: ClusterSizing | None = None,
+    batch: SmallerClusterBatch | None = None,
+) -> list[str]:
+    """Return what `plan` prints without --wide, at the terminal's width: the arguments are those
+    of plan_text_lines."""
+    head = [] if sizing is None else [_sizing_text(problem.recipe, sizing, batch), ""]
+    if not result.ranked:
+        return [*wrapped_lines(head), "no layout runs; --wide lists the rules that reject them"]
+    return [
+        *wrapped_lines(head),
+        *summary_lines(
+            problem,
+            [row.estimate for row in rows if row.ranked],
+            result,
+            other_engine(problem, result.ranked[0]),
+            rejected_faster_layouts(problem.recipe, result.ranked),
+        ),
+    ]
+
+
 def plan_text_lines(
     problem: Problem,
     rows: list[PlanRow],
@@ -309,7 +355,7 @@ def plan_text_lines(
     batch: SmallerClusterBatch | None = None,
     larger: LargerBatch | None = None,
 ) -> list[str]:
-    """Return what `plan` prints, without line ends. rows: of plan_table_rows; batch: of
+    """Return what `plan --wide` prints, without line ends. rows: of plan_table_rows; batch: of
     smaller_cluster_batch; larger: of larger_batch."""
     recipe = problem.recipe
     is_cpu = recipe.cluster.gpu == "cpu"
@@ -334,10 +380,7 @@ def plan_text_lines(
         ]
         lines += labelled_lines(islands_rows(recipe, problem.graph, best), 9)
     if sizing is not None:
-        days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
-        lines.append(
-            f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}"
-        )
+        lines.append(_sizing_text(recipe, sizing, batch))
         lines += [] if larger is None else [larger_batch_text(larger)]
     slower = slower_regions(recipe, result.ranked, result.skipped)
     if slower:
@@ -404,11 +447,12 @@ def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> N
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
     """Holds a row of the table. note: what sets it apart, such as a schedule, a broken rule, or a
-    place outside the pins."""
+    place outside the pins. ranked: it runs and is within the pins."""
 
     estimate: Estimate
     note: str
     broken: bool
+    ranked: bool
 
 
 DEGREES = "degrees"  # the table names the axes

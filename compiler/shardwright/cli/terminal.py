@@ -18,6 +18,14 @@ def use_color(stream: TextIO) -> bool:
     return stream.isatty()
 
 
+def terminal_width() -> int:
+    """Return the columns of standard output: COLUMNS, else the terminal's, else 80."""
+    import shutil
+
+    is_set = os.environ.get("COLUMNS", "").isdecimal()
+    return shutil.get_terminal_size().columns if is_set or sys.stdout.isatty() else 80
+
+
 def print_diagnostics(
     diagnostics: Iterable[Diagnostic], source: Source | None, stream: TextIO | None = None
 ) -> None:
@@ -64,12 +72,18 @@ def labelled_lines(
     return [f"{indent}{name:<{width}}{text}" for name, text in rows]
 
 
+def table_width(header: Sequence[str], rows: Rows) -> int:
+    """Return the columns that a table's cells take side by side."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return sum(widths) + COLUMN_GAP * (len(widths) - 1)
+
+
 # Tables: aligned text where it is piped, drawn on a terminal. The same cells in both.
 
 
 Rows = Sequence[Sequence[str]]
 NARROWEST_TEXT = 12
-COLUMN_EDGES = 3  # the padding of a column, and the line between two
+COLUMN_GAP = 2  # columns between two cells, drawn or not
 
 
 def table_lines(
@@ -107,11 +121,22 @@ def _drawn(
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=False, color_system="auto" if use_color(sys.stdout) else None)
-    widths = _widths(header, rows, text, console.width - indent - COLUMN_EDGES * len(header))
+    console = Console(
+        soft_wrap=False,
+        color_system="auto" if use_color(sys.stdout) else None,
+        width=terminal_width(),
+    )
+    widths = _widths(header, rows, text, console.width - indent - COLUMN_GAP * (len(header) - 1))
     if widths is None:
         return []
-    drawn = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    # The gap: a cell's padding and the box's own column between two cells.
+    drawn = Table(
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, COLUMN_GAP - 1, 0, 0),
+    )
     for i, name in enumerate(header):
         drawn.add_column(
             name, justify="left" if i in text else "right", width=widths[i], overflow="fold"
@@ -121,8 +146,7 @@ def _drawn(
         drawn.add_row(*(Text(cell) for cell in row), style="bold green" if place in bold else None)
     with console.capture() as captured:
         console.print(drawn)
-    # Without the empty first and last line of the box.
-    return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def _widths(

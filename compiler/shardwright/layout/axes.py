@@ -54,6 +54,8 @@ class Axis:
         supports
     splits_results: `plan` reports rejected layouts separately for each value of this axis
     abbreviation: the column head in a table
+    letters: the short form in a line such as "TP 2, PP 4, DP 16, ZeRO-1", with {} for the value
+    always_in_letters: the line has it at its off value, too
     table_label: the note beside a row of a table, with {} for the value
     feature: the name in a list of what a layout needs beyond data parallelism and ZeRO, with {} for
         the value
@@ -75,6 +77,8 @@ class Axis:
     in_every_engine: bool = True
     splits_results: bool = False
     abbreviation: str = ""
+    letters: str = ""
+    always_in_letters: bool = False
     table_label: str = ""
     feature: str = ""
 
@@ -104,6 +108,7 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: divisors(problem.cluster.gpus_per_node),
         splits_results=True,
         abbreviation="TP",
+        letters="TP {}",
         feature="tensor parallelism",
     ),
     Axis(
@@ -115,6 +120,7 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: range(1, len(problem.graph.layers) + 1),
         splits_results=True,
         abbreviation="PP",
+        letters="PP {}",
         feature="a pipeline",
     ),
     Axis(
@@ -129,6 +135,7 @@ AXES: tuple[Axis, ...] = (
         off_when_world_pinned=True,
         in_every_engine=False,
         abbreviation="CP",
+        letters="CP {}",
         feature="context parallelism",
     ),
     Axis(
@@ -138,6 +145,8 @@ AXES: tuple[Axis, ...] = (
         affects_rank_state=True,
         values=lambda problem, degrees: divisors(problem.recipe.training.global_batch_size),
         abbreviation="DP",
+        letters="DP {}",
+        always_in_letters=True,
     ),
     Axis(
         name="expert",
@@ -150,6 +159,7 @@ AXES: tuple[Axis, ...] = (
         off_when_world_pinned=True,
         in_every_engine=False,
         abbreviation="EP",
+        letters="EP {}",
         feature="expert parallelism",
     ),
     Axis(
@@ -164,6 +174,7 @@ AXES: tuple[Axis, ...] = (
         ),
         off_when_world_pinned=True,
         in_every_engine=False,
+        letters="ETP {}",
         table_label="expert-tensor {}",
         feature="expert-tensor ranks",
     ),
@@ -176,6 +187,7 @@ AXES: tuple[Axis, ...] = (
         ),
         off_when_world_pinned=True,
         in_every_engine=False,
+        letters="VPP {}",
         table_label="{} virtual stages",
         feature="virtual stages",
     ),
@@ -186,6 +198,7 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: (False, True) if degrees["tensor"] > 1 else (False,),
         off_when_world_pinned=True,
         in_every_engine=False,
+        letters="SP",
         table_label="sequence parallel",
         feature="sequence parallelism",
     ),
@@ -194,6 +207,8 @@ AXES: tuple[Axis, ...] = (
         affects_rank_state=True,
         values=lambda problem, degrees: ZERO_STAGES,
         splits_results=True,
+        letters="ZeRO-{}",
+        always_in_letters=True,
     ),
     Axis(
         name="offload",
@@ -204,6 +219,7 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: (
             OFFLOAD if problem.cluster.host_memory_bytes else OFFLOAD[:1]
         ),
+        letters="offload-{}",
         table_label="offload {}",
         feature="offload",
     ),
@@ -212,6 +228,7 @@ AXES: tuple[Axis, ...] = (
         off_value="1f1b",
         affects_rank_state=True,
         values=lambda problem, degrees: SCHEDULES if degrees["pipeline"] > 1 else SCHEDULES[:1],
+        letters="{}",
         table_label="{}",
         feature="{}",
     ),
@@ -219,6 +236,7 @@ AXES: tuple[Axis, ...] = (
         name="activation_checkpointing",
         off_value="none",
         values=lambda problem, degrees: CHECKPOINTING,  # {full: N}: search/layout_resolution.py
+        letters="{}",
     ),
     Axis(
         name="micro_batch_size",
@@ -226,6 +244,7 @@ AXES: tuple[Axis, ...] = (
         is_allowed=lambda problem, degrees, micro_batch: (
             problem.recipe.training.global_batch_size % (degrees["data"] * as_int(micro_batch)) == 0
         ),
+        letters="MBS {}",
     ),
     Axis(name="gradient_accumulation_steps", section=""),
     Axis(name="loss", off_value="full", section="model"),  # auto is resolved after the layout

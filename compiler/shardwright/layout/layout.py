@@ -175,6 +175,27 @@ class Layout:
             if axis.name in pins and (axis.is_auto_by_default or value != axis.off_value)
         )
 
+    def letters(self) -> tuple[str, ...]:
+        """Return the layout in the field's letters: ("TP 2", "PP 4", "DP 16", "ZeRO-1").
+
+        Axes at their off value are left out, except data ranks and the ZeRO stage.
+        """
+        return tuple(
+            _letters(axis, value)
+            for axis, value in ((axis, getattr(self, axis.name)) for axis in axes.AXES)
+            if axis.letters and (axis.always_in_letters or value != axis.off_value)
+        )
+
+
+LETTERS = {"full": "AC", "selective": "SAC", "dualpipev": "DualPipeV"}
+"""Names values as papers do: (selective) activation checkpointing, a schedule."""
+
+
+def _letters(axis: Axis, value: Value) -> str:
+    if isinstance(value, PartialCheckpointing):
+        return f"AC {value.full}"
+    return axis.letters.format(LETTERS.get(str(value), value))
+
 
 def axes_in_print_order(layout: type[Layout] = Layout) -> tuple[Axis, ...]:
     """Return the table's rows in the order of the fields of Layout."""

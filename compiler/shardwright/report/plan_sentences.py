@@ -21,7 +21,6 @@ from shardwright.search.cluster_sizing import (
 from shardwright.search.engine_choice import OtherEngine
 from shardwright.search.kernel_choice import ChosenKernels
 from shardwright.search.layout_comparison import SlowerRegion
-from shardwright.search.ranking_penalties import SAFE_FIT_PROBABILITY
 from shardwright.search.rejected_faster_layouts import RejectedFasterLayout
 from shardwright.utils.number_format import (
     SECONDS_PER_DAY,
@@ -113,8 +112,8 @@ def rejected_faster_text(found: RejectedFasterLayout) -> str:
     if not found.needs:
         return (
             f"{what} would be {found.faster:.1%} faster, but needs {found.peak_bytes / 2**30:.1f} "
-            f"of {found.capacity_bytes / 2**30:.0f} GiB and fits with a chance of "
-            f"{found.chance:.0%} ({SAFE_FIT_PROBABILITY:.0%} has no price)"
+            f"of {found.capacity_bytes / 2**30:.0f} GiB and may not fit: predictions of memory "
+            f"are up to {default_constants().memory_headroom:.0%} too low"
         )
     lost = " and ".join(found.unavailable_features)
     return (

@@ -126,6 +126,28 @@ def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
     )
 
 
+def uncompared_engines_reason(problem: Problem) -> str:
+    """Return why `other_engine` gives None for this resolved problem."""
+    recipe = problem.recipe
+    if problem.cluster.gpu.is_cpu:
+        return "engines are compared on GPUs only"
+    if not ENGINES[recipe.target].automatic:
+        return f"target: {recipe.target} stands alone"
+    if recipe.cluster.measured is not None:
+        return f"cluster.measured holds figures of {recipe.target} alone"
+    if not _compares_engines(problem):
+        return f"the recipe's assume section describes {recipe.target} alone"
+    reopened, reasons = _with_auto_restored(problem), []
+    for engine in engines_for(AUTO_TARGET):
+        if engine.name == recipe.target:
+            continue
+        errors = engine_recipe_errors(engine, recipe_for_engine(reopened.recipe, engine))
+        reason = engine.unsupported_reason(problem.graph).removeprefix("it ")
+        reason = reason or ("" if errors else "has no layout that runs")
+        reasons.append(f"{engine.name} {reason}" if reason else errors[0].message)
+    return "; ".join(reasons)
+
+
 def _compares_engines(problem: Problem) -> bool:
     recipe = problem.recipe
     own = recipe.is_own_run and recipe.assume.mfu is None and recipe.cluster.measured is None

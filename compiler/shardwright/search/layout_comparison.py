@@ -14,7 +14,6 @@ from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.over_memory_layouts import MEMORY_BOUND_FROM
 from shardwright.search.ranking_penalties import (
     complexity_features,
-    fit_probability,
     risk_adjusted_seconds,
 )
 
@@ -117,21 +116,25 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
     if risk_adjusted_seconds(recipe, estimate) >= risk_adjusted_seconds(
         recipe, winner
     ) and _is_faster(estimate, winner):
-        chance = fit_probability(recipe, estimate.memory)
         return (
-            f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: fits with a "
-            f"chance of {chance:.0%}"
+            f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: it may not fit"
         )
     if _is_faster(estimate, winner) and (
         needs := complexity_features(estimate.strategy) - complexity_features(winner.strategy)
     ):
         return f"within the prediction's error, and needs {' and '.join(sorted(needs))}"
-    part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
-    theirs, ours = getattr(estimate.time, part), getattr(winner.time, part)
-    words = step_part_name(part, estimate.strategy, winner.strategy)
+    words, theirs, ours = largest_loss(estimate, winner)
     return (
         f"{words}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
     )
+
+
+def largest_loss(estimate: Estimate, winner: Estimate) -> tuple[str, float, float]:
+    """Return the part of the step that costs `estimate` most beside `winner`: its name and the
+    seconds of both."""
+    part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
+    words = step_part_name(part, estimate.strategy, winner.strategy)
+    return words, getattr(estimate.time, part), getattr(winner.time, part)
 
 
 def step_part_name(part: str, *strategies: Layout) -> str:

@@ -204,7 +204,7 @@ def test_plan_shows_todays_layouts_below_the_pinned_ones(
 
 
 def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("plan", write(tmp_path, "auto.yaml", parallelism={})) == 0
+    assert call("plan", "--wide", write(tmp_path, "auto.yaml", parallelism={})) == 0
     out = capsys.readouterr().out
     header, first, second, *_ = out.splitlines()
     assert header.split()[:6] == ["#", "TP", "x", "PP", "x", "DP"]
@@ -227,6 +227,10 @@ def test_no_error_and_no_gpu_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixt
     path = write(tmp_path, "cpu.yaml", parallelism={}, cluster=cpu, training=training)
     assert call("plan", path) == 0
     out = capsys.readouterr().out
+    assert "±" not in out and "no error bar: too few published runs" in out
+    assert "tokens/s/rank" in out and "rank-h" in out and "GPU-h" not in out
+    assert call("plan", "--wide", path) == 0
+    out = capsys.readouterr().out
     assert (
         "±" not in out
         and "not calibrated (a CPU): fewer than 20 published runs of 2 sources are of that kind"
@@ -248,7 +252,7 @@ def test_rows_without_an_error_say_why(tmp_path: Path, capsys: pytest.CaptureFix
     for gpu, known in (("a100-sxm4-80gb", True), ("mi300x-192gb", False)):
         cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": gpu}
         path = write(tmp_path, f"{gpu}.yaml", parallelism={"schedule": "1f1b"}, cluster=cluster)
-        assert call("plan", "--top", "30", path) == 0
+        assert call("plan", "--wide", "--top", "30", path) == 0
         table, _, notes = capsys.readouterr().out.partition("\n\n")
         header, *rows = table.splitlines()
         assert "ZeRO" in header and rows
@@ -304,7 +308,7 @@ def test_flops_that_were_not_traced_are_told(
     )
     path = write(tmp_path, "r.yaml")
     for command in ("estimate", "plan"):
-        assert call(command, path) == 0
+        assert call(command, *(["--wide"] if command == "plan" else []), path) == 0
         told = capsys.readouterr().out
         for words in ("counted from the parameters' shapes", "(TypeError: no value)"):
             assert (words in told) == (source != "traced")
@@ -327,6 +331,9 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     path = write(tmp_path, "auto.yaml", parallelism={}, cluster=cluster, training=training)
     words = "the batch of 16 bounds it"
     assert call("plan", path) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "1 nodes are the fewest" in page and words in page
+    assert call("plan", "--wide", path) == 0
     page = capsys.readouterr().out
     assert (
         words in page
