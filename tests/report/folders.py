@@ -138,6 +138,18 @@ def with_run(folder: Path, steps: int, cause: str = "") -> Path:
     return folder
 
 
+def small_mixture() -> dict[str, Any]:
+    """Four experts a layer over two expert ranks, under two pipeline ranks."""
+    document = small_with({"pipeline": 2, "data": 2, "expert": 2, "micro_batch_size": 2})
+    document["model"]["config"] |= {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
+    return document
+
+
 def small_with(parallelism: dict[str, Any], **training: Any) -> dict[str, Any]:
     document = copy.deepcopy(SMALL_RECIPE)
     document["parallelism"] = parallelism

@@ -17,6 +17,7 @@ from tests.report.browser import Page, browser, needs_browser
 from tests.report.folders import (
     LARGEST,
     compiled,
+    small_mixture,
     two_islands,
     with_islands_run,
     with_run,
@@ -25,7 +26,20 @@ from tests.report.folders import (
 
 pytestmark = [needs_browser, pytest.mark.browser]
 
-CHARTS = ("cluster", "memory", "timeline", "parts", "space", "loss", "seconds")
+CHARTS = (
+    *("cluster", "memory", "timeline", "parts", "space", "loss", "seconds"),
+    *("norm", "rate", "tokens"),
+)
+TILES = """
+const tiles = [...document.querySelectorAll(".tiles div")]
+for (const tile of tiles) if (arguments[0]) tile.querySelector("b").textContent = arguments[0]
+return tiles.map(tile => {
+  const text = document.createRange(), box = tile.getBoundingClientRect()
+  text.selectNodeContents(tile.querySelector("b"))
+  const inside = text.getBoundingClientRect()
+  return [inside.left - box.left, box.right - inside.right]
+})"""
+"""What each tile leaves on both sides of its figure, in pixels."""
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +124,36 @@ def test_it_renders_without_error_or_request(
             "#5b6573" if dark else "#a2acb9"
         )
         assert page.screenshot(tmp_path / "page.png").stat().st_size > 50_000
+
+
+@pytest.mark.parametrize("width", [360, 700, 1024, 1280, 1440])
+def test_a_figure_stays_in_its_tile(page_file: Path, width: int) -> None:
+    with browser(width) as driver:
+        page = Page(driver, page_file)
+        for figure in ("", "38.4 seconds", "123,456,789,012 GPU-hours"):
+            found = page.script(TILES, figure)
+            assert len(found) >= 6
+            assert all(left >= 8 and right >= 8 for left, right in found), (figure, found)
+        assert page.script("return document.documentElement.scrollWidth") <= width
+
+
+def test_the_map_of_a_mixture_shows_its_experts(tmp_path: Path) -> None:
+    folder = compiled(small_mixture(), tmp_path)
+    write_report(folder, tmp_path / "report.html", None)
+    with browser(1440) as driver:
+        page = Page(driver, tmp_path / "report.html")
+        move(page, place(page, "cluster", 1, 0))
+        told = tooltip(page)
+        assert "expert 1" in told and "experts 2 to 3" in told, told
+        page.script("document.querySelector('[data-axis=expert]').click()")
+        cells = "plots.cluster.renderers.find(r => r.name == 'cells')"
+        assert page.script(f"return {cells}.glyph.fill_color.field") == "expert"
+        ActionChains(driver).click().perform()
+        page.settle()
+        # Its other expert rank, and its neighbour in the pipeline.
+        selected = page.script(f"return {cells}.data_source.selected.indices")
+        assert sorted(selected) == [0, 1, 3]
+        assert page.console() == []
 
 
 def test_hover_zoom_switches_and_peers(page_file: Path) -> None:

@@ -29,7 +29,14 @@ from shardwright.report.step_timeline import sampled_ranks, step_timeline
 from shardwright.search.layout_search import search
 from shardwright.utils.number_format import format_days
 from tests.conftest import SMALL_RECIPE
-from tests.report.folders import compiled, small_with, two_islands, with_islands_run, with_run
+from tests.report.folders import (
+    compiled,
+    small_mixture,
+    small_with,
+    two_islands,
+    with_islands_run,
+    with_run,
+)
 from tests.unit.models.factory import problem_of
 
 
@@ -202,6 +209,74 @@ def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path
     assert "<td>3.0</td>" in page and "GiB on the peak-memory CPU rank" in page
     assert page.count('id="chart-loss"') == 1
     assert 'id="chart-loss"' not in render_page(read_folder(small))[0]
+
+
+def test_a_mixtures_map_has_an_axis_of_experts(small: Path, tmp_path: Path) -> None:
+    folder = compiled(small_mixture(), tmp_path)
+    subject = read_folder(folder)
+    page, _ = render_page(subject)
+    found = PlanNumbers(page)
+    cells = columns_with(found.scripts["items"]["cluster"], "expert")
+    plan = subject.plan
+    assert [int(cell) for cell in cells["expert"]] == [plan.expert_rank_of(r) for r in plan.ranks]
+    assert sorted(set(map(int, cells["expert"]))) == [0, 1]
+    assert found.scripts["palettes"]["expert"]["degree"] == 2
+    assert 'data-axis="expert"' in page and re.search(r"expert \S 2<", page)
+    assert "expert rank 0: experts 0 to 1" in page and "expert rank 1: experts 2 to 3" in page
+    dense = render_page(read_folder(small))[0]
+    assert 'data-axis="expert"' not in dense
+    assert "expert" not in PlanNumbers(dense).scripts["palettes"]
+
+
+def test_curves_of_a_run(small: Path, tmp_path: Path) -> None:
+    folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60)
+    path = folder / "run" / "metrics.jsonl"
+    *lines, half = path.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows[3] |= {"grad_norm": None, "finite": False}
+    del rows[5]["tokens_per_second"]  # a line of an earlier version
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + half)
+    page, _ = render_page(read_folder(folder))
+    items = PlanNumbers(page).scripts["items"]
+    for name, field, title in (
+        ("norm", "grad_norm", "Gradient norm"),
+        ("rate", "learning_rate", "Learning rate"),
+        ("tokens", "tokens_per_second", "Tokens a second"),
+    ):
+        assert page.count(f'id="chart-{name}"') == 1 and f"<h3>{title}" in page
+        drawn = columns_with(items[name], "value")
+        assert list(drawn["step"]) == list(range(1, 61))
+        for row, value in zip(rows, drawn["value"], strict=True):
+            # Bokeh writes a gap as a number that JSON lacks.
+            gap = {"type": "number", "value": "nan"}
+            assert value == gap if row.get(field) is None else value == row[field]
+    assert 'id="chart-norm"' not in render_page(read_folder(small))[0]
+
+
+@pytest.mark.parametrize(
+    ("share", "headroom", "badge", "sentence"),
+    [
+        (0.08, "auto", "fits", "It fits: the rank that needs the most has 92% of its memory left"),
+        (0.95, "auto", "tight", "It may run out of memory: the rank that needs the most has 5%"),
+        (0.80, 0.1, "fits", "has 20% of its memory left, and the recipe asks for 10%."),
+        (1.25, "auto", "does not fit", "the rank that needs the most memory would need 10.0 of 8"),
+    ],
+)
+def test_what_the_page_says_of_the_memory(
+    share: float, headroom: object, badge: str, sentence: str, tmp_path: Path
+) -> None:
+    parallelism = {**SMALL_RECIPE["parallelism"], "memory_headroom": headroom}
+    subject = read_folder(compiled({**SMALL_RECIPE, "parallelism": parallelism}, tmp_path))
+    memory = subject.plan.predicted.memory
+    memory = dataclasses.replace(
+        memory, peak_bytes=int(share * memory.capacity_bytes), fits=share < 1
+    )
+    predicted = dataclasses.replace(subject.plan.predicted, memory=memory)
+    plan = dataclasses.replace(subject.plan, predicted=predicted)
+    page, _ = render_page(dataclasses.replace(subject, plan=plan))
+    text = words(page)
+    assert sentence in text and f"{badge} tensor=2" in text
+    assert "memory_headroom: auto keeps free" not in text
 
 
 def test_islands_and_the_whole(tmp_path: Path) -> None:

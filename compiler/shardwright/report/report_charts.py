@@ -502,13 +502,70 @@ def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> Figure:
     return made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCurve:
+    """Describes a curve over the steps of a run.
+
+    title: over the chart; field: of StepMetrics; form: of a value in the tooltip, as Bokeh writes
+    it; starts_at_zero: the vertical axis
+    """
+
+    title: str
+    field: str
+    unit: str
+    form: str
+    starts_at_zero: bool = True
+
+
+STEP_CURVES = {
+    "norm": StepCurve(
+        title="Gradient norm, before clipping", field="grad_norm", unit="norm", form="0.0000"
+    ),
+    "rate": StepCurve(
+        title="Learning rate", field="learning_rate", unit="learning rate", form="0.00e+0"
+    ),
+    "tokens": StepCurve(
+        title="Tokens a second", field="tokens_per_second", unit="tokens/s", form="0,0"
+    ),
+}
+
+
+def step_curve_chart(run: MeasuredRun, name: str) -> Figure:
+    """Chart one of STEP_CURVES; an infinite or missing value leaves a gap."""
+    curve = STEP_CURVES[name]
+    values = [getattr(s, curve.field) for s in run.drawn]
+    finite = [value for value in values if math.isfinite(value)]
+    made = plot(name=name, height=220, x_axis_label="step", y_axis_label=curve.unit)
+    shown = [value if math.isfinite(value) else math.nan for value in values]
+    drawn = made.line(
+        "step",
+        "value",
+        source=data_source({"step": [s.step for s in run.drawn], "value": shown}),
+        line_width=2,
+        line_color=VERDICTS["runs"],
+        name=curve.unit,
+    )
+    if curve.starts_at_zero:
+        made.y_range.start = 0
+        made.y_range.end = 1.15 * max(finite, default=0) or 1
+    tip = [("step", "@step"), (curve.unit, f"@value{{{curve.form}}}")]
+    made.add_tools(hover(tip, renderers=[drawn], mode="vline"))
+    return made
+
+
 # The cluster map: a cell for each GPU, node by node, coloured by its group.
 
 
 AXES = tuple(axis.name for axis in rank_order_axes())
+EXPERT = "expert"
 ROWS_UP_TO = 8  # nodes with a named row each; more are drawn as tiles
 LABELLED_UP_TO = 128  # GPUs with their rank written in the cell
 GAP = 0.5
+
+
+def map_axes(plan: Plan) -> tuple[str, ...]:
+    """Return the axes by which the map can be coloured; expert ranks where experts are sharded."""
+    return (*AXES, EXPERT) if plan.strategy.expert > 1 else AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -533,8 +590,9 @@ def grid_of(nodes: int, gpus_per_node: int) -> Grid:
     return Grid(columns=columns, rows=-(-nodes // columns), wide=wide, high=high)
 
 
-def cluster_map(plan: Plan) -> Figure:
-    """Draw the cluster of all islands that the plan covers; their layouts are the same."""
+def cluster_map(plan: Plan, experts: int = 0) -> Figure:
+    """Draw the cluster of all islands that the plan covers; their layouts are the same. experts: of
+    a layer, which the tooltip shares out over expert ranks."""
     copies = max(1, len(plan.island_numbers))
     nodes, cells = plan.nodes * copies, len(plan.ranks) * copies
     grid = grid_of(nodes, plan.gpus_per_node)
@@ -578,7 +636,9 @@ def cluster_map(plan: Plan) -> Figure:
             text_color=field_of("ink"),
             nonselection_text_alpha=0.25,
         )
-    made.add_tools(_cell_hover(plan, source, drawn, copies), Model("TapTool", renderers=[drawn]))
+    made.add_tools(
+        _cell_hover(plan, source, drawn, copies, experts), Model("TapTool", renderers=[drawn])
+    )
     callback = Model("CustomJS", args={"source": source}, code=PEERS)
     source.selected.js_property_callbacks = {"change:indices": [callback]}
     made.grid.visible = False
@@ -614,10 +674,23 @@ def _columns(plan: Plan, copies: int, grid: Grid) -> dict[str, object]:
         "node": each("node").astype(np.int32),
         "slot": slot.astype(np.int16),
         **{axis: each(axis).astype(np.int32) for axis in AXES},
+        **_expert_columns(plan, copies),
     }
 
 
-def _cell_hover(plan: Plan, source: Model, cells: object, islands: int) -> Model:
+def _expert_columns(plan: Plan, copies: int) -> dict[str, object]:
+    """Return each cell's expert rank, and the replica of the experts that it belongs to; nothing
+    for a layout without expert ranks."""
+    if EXPERT not in map_axes(plan):
+        return {}
+    found = np.array([plan.expert_coordinates(rank) for rank in plan.ranks], dtype=np.int32)
+    return {
+        EXPERT: np.tile(found[:, 0], copies),
+        "expert_replica": np.tile(found[:, 1], copies),
+    }
+
+
+def _cell_hover(plan: Plan, source: Model, cells: object, islands: int, experts: int) -> Model:
     """Create the tooltip of a rank: position, groups, layers and parameter bytes."""
     resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
     layers = Model("CustomJSHover", args={"held": layer_ranges(plan)}, code="return held[value]")
@@ -632,33 +705,53 @@ def _cell_hover(plan: Plan, source: Model, cells: object, islands: int) -> Model
 const i = source.data.rank.indexOf ? source.data.rank.indexOf(value) : value
 return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'""",
     )
-    return hover(
-        [
-            ("", "<b>rank @rank</b>"),
-            ("place", ("island @island, " if islands > 1 else "") + "node @node, slot @slot"),
-            ("groups", "pipeline @pipeline, tensor @tensor, data @data"),
-            ("layers", "@pipeline{custom}"),
-            ("parameters", "@rank{custom}"),
-        ],
-        renderers=[cells],
-        formatters={"@pipeline": layers, "@rank": share},
-    )
+    degrees = plan.strategy
+    groups = "pipeline @pipeline, tensor @tensor, data @data"
+    groups += ", context @context" if degrees.context > 1 else ""
+    rows = [
+        ("", "<b>rank @rank</b>"),
+        ("place", ("island @island, " if islands > 1 else "") + "node @node, slot @slot"),
+        ("groups", groups + (", expert @expert" if degrees.expert > 1 else "")),
+        ("layers", "@pipeline{custom}"),
+    ]
+    formatters = {"@pipeline": layers, "@rank": share}
+    if degrees.expert > 1:
+        ranges = expert_ranges(plan, experts)
+        formatters["@expert"] = Model(
+            "CustomJSHover", args={"held": ranges}, code="return held[value]"
+        )
+        rows.append(("experts", "@expert{custom}"))
+    rows.append(("parameters", "@rank{custom}"))
+    return hover(rows, renderers=[cells], formatters=formatters)
 
 
-# A tap on one GPU selects its peers: GPUs that share two of its three coordinates, and in other
-# islands all three, through the store.
+# A tap on one GPU selects its peers: GPUs that differ in one coordinate only or hold other experts
+# of the same replica, and in other islands those with all the same coordinates, through the store.
 PEERS = """
 const [tapped, ...others] = source.selected.indices
 if (tapped == null || others.length > 0) return
-const {pipeline, tensor, data, island} = source.data
+const {pipeline, tensor, data, context, island, expert_replica} = source.data
 const peers = [tapped]
 for (let i = 0; i < pipeline.length; i++) {
-  const same = (pipeline[i] == pipeline[tapped]) + (tensor[i] == tensor[tapped])
-    + (data[i] == data[tapped])
-  if (same == (island[i] == island[tapped] ? 2 : 3)) peers.push(i)
+  if (i == tapped) continue
+  const others = (pipeline[i] != pipeline[tapped]) + (tensor[i] != tensor[tapped])
+    + (data[i] != data[tapped]) + (context[i] != context[tapped])
+  const experts = expert_replica != null && pipeline[i] == pipeline[tapped]
+    && expert_replica[i] == expert_replica[tapped]
+  if (island[i] == island[tapped] ? others == 1 || experts : others == 0) peers.push(i)
 }
 if (peers.length > 1) source.selected.indices = peers
 """
+
+
+def expert_ranges(plan: Plan, experts: int) -> list[str]:
+    """Return which of each layer's experts an expert rank holds: "0 to 15". experts: of a layer
+    that has the most."""
+    held = experts // plan.strategy.expert
+    return [
+        str(first) if held == 1 else f"{first} to {first + held - 1}"
+        for first in range(0, held * plan.strategy.expert, held or 1)
+    ]
 
 
 def layer_ranges(plan: Plan) -> list[str]:

@@ -16,15 +16,18 @@ from markupsafe import Markup
 
 import shardwright
 from shardwright.compile.compiled_folder import CompiledFolder
+from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.diloco_costs import IslandsCost, inner_step_seconds, islands_cost
 from shardwright.cost.goodput import goodput
 from shardwright.cost.layout_costs import training_estimate
+from shardwright.cost.peak_memory import bytes_with_headroom
 from shardwright.data.dataset import recorded_step_count
 from shardwright.layout.layout import Layout, in_layer_collectives_text
 from shardwright.layout.layout_estimate import Training
 from shardwright.layout.planning_problem import Problem
+from shardwright.models.expert_modules import experts_per_layer
 from shardwright.monitor.run_files import read_save_statistics
-from shardwright.plan.plan import Plan, plan_document
+from shardwright.plan.plan import plan_document
 from shardwright.recipe.recipe_types import weights_summary
 from shardwright.report import bokeh_document, report_charts
 from shardwright.report.bokeh_document import Figure, chart_json
@@ -34,14 +37,23 @@ from shardwright.report.plan_sentences import (
     error_bar_text,
     goodput_lines,
     islands_cost_lines,
+    not_calibrated_text,
     rejected_faster_text,
     slowdown_text,
     slower_region_text,
 )
-from shardwright.report.report_charts import AXES, cluster_map, group_colors, layer_ranges
+from shardwright.report.report_charts import (
+    EXPERT,
+    STEP_CURVES,
+    cluster_map,
+    expert_ranges,
+    group_colors,
+    layer_ranges,
+    map_axes,
+    step_curve_chart,
+)
 from shardwright.report.run_results import MeasuredRun, read_run
 from shardwright.report.step_timeline import StepTimeline, sampled_ranks, step_timeline
-from shardwright.search.layout_resolution import keeps_headroom
 from shardwright.utils.installation import templates_folder
 from shardwright.utils.json_values import JsonObject, JsonValue, copy_shared_fields
 from shardwright.utils.number_format import format_days, format_number
@@ -49,7 +61,6 @@ from shardwright.utils.number_format import format_days, format_number
 GIB = 2**30
 LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
 MAX_SLOWER_REGIONS = 8
-KEPT = "memory_headroom: auto keeps free"
 ARTIFACTS: dict[str, str] = {
     "plan.json": "every decision: the lock, and all that the runtime reads",
     "ds_config.json": "DeepSpeed's configuration",
@@ -87,7 +98,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         autoescape=True,
     )
     environment.globals |= {"n": figures.shown, "g": figures.gib, "difference": difference_text}
-    outer = _outer_cost(subject)
+    outer, axes = _outer_cost(subject), map_axes(plan)
     is_best = bool(space.best) and space.best == subject.plan.strategy
     document = plan_document(plan)
     html = environment.get_template("page.html.j2").render(
@@ -99,6 +110,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
         error=subject.estimate.error,
         error_bar_text=error_bar_text(subject.estimate.error),
+        not_calibrated_text=not_calibrated_text(subject.estimate.error.step_time_reason),
         rejected_faster_layouts=[
             rejected_faster_text(found) for found in space.rejected_faster_layouts if is_best
         ],
@@ -125,8 +137,9 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         outer=outer,
         outer_words=[] if outer is None else islands_cost_lines(outer),
         held=layer_ranges(plan),
-        axes=[_axis(plan, axis) for axis in AXES],
-        first_axis=next((axis for axis in AXES if getattr(plan.strategy, axis) > 1), AXES[0]),
+        axes=[_axis(subject, axis) for axis in axes],
+        first_axis=next((axis for axis in axes if getattr(plan.strategy, axis) > 1), axes[0]),
+        step_curves=STEP_CURVES,
         keys={name: report_charts.keys(chart) for name, chart in drawn.items()},
         artifacts=list(_artifacts(subject.folder)),
         style=Markup((templates_folder() / "report/page.css").read_text("utf-8")),
@@ -136,7 +149,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         palettes=_embedded(
             {
                 axis: {"degree": degree, "colours": list(group_colors(degree))}
-                for axis, degree in ((axis, getattr(plan.strategy, axis)) for axis in AXES)
+                for axis, degree in ((axis, getattr(plan.strategy, axis)) for axis in axes)
             }
         ),
         figures=_embedded(
@@ -154,7 +167,7 @@ def _charts(
     islands: IslandsRun | None,
 ) -> Iterator[tuple[str, Figure]]:
     plan = subject.plan
-    yield "cluster", cluster_map(plan)
+    yield "cluster", cluster_map(plan, experts_per_layer(subject.graph))
     yield "memory", report_charts.memory_chart(plan.predicted.memory)
     yield "timeline", report_charts.timeline_chart(timeline)
     yield "parts", report_charts.parts_chart(timeline)
@@ -167,6 +180,8 @@ def _charts(
     if run is not None:
         yield "loss", report_charts.loss_chart(run)
         yield "seconds", report_charts.seconds_chart(run, plan.predicted.time.step_seconds)
+        for name in STEP_CURVES:
+            yield name, step_curve_chart(run, name)
     if islands is not None:
         cost = _outer_cost(subject)
         assert cost is not None, "a run of islands has a recipe of them"
@@ -245,33 +260,51 @@ def totals_of(subject: CompiledFolder, training: Training) -> TrainingTotals:
 
 def _verdict(subject: CompiledFolder) -> tuple[str, str]:
     """Return a word for how safe the memory is, and a sentence that explains it."""
-    memory = subject.plan.predicted.memory
-    left = f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the peak-memory GPU is free"
-    known = subject.estimate.error.memory is not None
+    memory, pinned = subject.plan.predicted.memory, subject.recipe.parallelism.memory_headroom
+    device = "rank" if subject.plan.is_cpu else "GPU"
     if not memory.fits:
-        return "does not fit", "A GPU is predicted to need more memory than it has."
-    if not keeps_headroom(subject.recipe, memory):
         return (
-            "tight",
-            f"{left}, less than {'the error of one prediction in twenty' if known else KEPT}.",
+            "does not fit",
+            f"It does not fit: the {device} that needs the most memory would need "
+            f"{memory.peak_bytes / GIB:,.1f} of {memory.capacity_bytes / GIB:,.1f} GiB.",
         )
-    return "fits", f"{left}, more than {'the error of 19 predictions in 20' if known else KEPT}."
+    free = f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of its memory"
+    holder = f"the {device} that needs the most has {free} left"
+    margin = default_constants().memory_headroom if pinned is None else pinned
+    known = subject.estimate.error.memory is not None
+    if pinned is None and memory.peak_bytes > bytes_with_headroom(memory.capacity_bytes):
+        why = "which 1 prediction in 20 is off by" if known else "kept for errors of the prediction"
+        return "tight", f"It may run out of memory: {holder}, less than the {margin:.0%} {why}."
+    if pinned is not None:
+        return "fits", f"It fits: {holder}, and the recipe asks for {margin:.0%}."
+    why = (
+        "19 predictions in 20 are off by less than"
+        if known
+        else "errors of the prediction are allowed"
+    )
+    return "fits", f"It fits: {holder}, and {why} {margin:.0%}."
 
 
-def _axis(plan: Plan, axis: str) -> JsonObject:
+def _axis(subject: CompiledFolder, axis: str) -> JsonObject:
     """Return the legend of one colouring of the cluster."""
+    plan = subject.plan
     degree: int = getattr(plan.strategy, axis)
     colors = group_colors(degree)
     noun = "stage" if axis == "pipeline" else f"{axis} rank"
     shown = list(range(degree)) if degree <= LEGEND_UP_TO else [0, degree - 1]
-    held = layer_ranges(plan)
+    held = {
+        "pipeline": layer_ranges(plan),
+        EXPERT: [
+            f"experts {each}" for each in expert_ranges(plan, experts_per_layer(subject.graph))
+        ],
+    }.get(axis)
     return {
         "name": axis,
         "degree": degree,
         "swatches": [
             {
                 "color": colors[-1 if group == degree - 1 else group],
-                "text": f"{noun} {group}" + (f": {held[group]}" if axis == "pipeline" else ""),
+                "text": f"{noun} {group}" + ("" if held is None else f": {held[group]}"),
             }
             for group in shown
         ],

@@ -35,6 +35,7 @@ class StepMetrics:
     grad_norm: float
     learning_rate: float
     step_seconds: float
+    tokens_per_second: float
     attempt: int
 
     @classmethod
@@ -46,6 +47,7 @@ class StepMetrics:
             grad_norm=number(row["grad_norm"]),
             learning_rate=float(row["learning_rate"]),
             step_seconds=float(row["step_seconds"]),
+            tokens_per_second=number(row.get("tokens_per_second")),
             attempt=int(row["attempt"]),
         )
 

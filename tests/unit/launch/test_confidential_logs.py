@@ -45,11 +45,11 @@ def test_the_launchers_log_and_the_terminal(
     assert "401 for [TEST_TOKEN]" in told.out + told.err and SECRET not in told.out + told.err
 
 
-def test_what_a_rank_says_of_its_failure(plan: Plan) -> None:
+def test_what_a_rank_says_of_its_failure(plan: Plan, tmp_path: Path) -> None:
     try:
         raise ValueError(f"401 for {SECRET}")
     except ValueError as error:
-        event = _failure_event(plan, 1, error)
+        event = _failure_event(plan, tmp_path, 1, error)
     assert event.cause == "ValueError: 401 for [TEST_TOKEN]"
     assert "[TEST_TOKEN]" in event.traceback and SECRET not in event.traceback
 
