@@ -507,14 +507,13 @@ class StepCurve:
     """Describes a curve over the steps of a run.
 
     title: over the chart; field: of StepMetrics; form: of a value in the tooltip, as Bokeh writes
-    it; starts_at_zero: the vertical axis
+    it
     """
 
     title: str
     field: str
     unit: str
     form: str
-    starts_at_zero: bool = True
 
 
 STEP_CURVES = {
@@ -545,9 +544,8 @@ def step_curve_chart(run: MeasuredRun, name: str) -> Figure:
         line_color=VERDICTS["runs"],
         name=curve.unit,
     )
-    if curve.starts_at_zero:
-        made.y_range.start = 0
-        made.y_range.end = 1.15 * max(finite, default=0) or 1
+    made.y_range.start = 0
+    made.y_range.end = 1.15 * max(finite, default=0) or 1
     tip = [("step", "@step"), (curve.unit, f"@value{{{curve.form}}}")]
     made.add_tools(hover(tip, renderers=[drawn], mode="vline"))
     return made
