@@ -103,6 +103,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("README.md", "recipe.yaml"): "a picture; its stages are those of compiler/README.md",
     ("README.md", "git"): "the demo below it runs; CI sets up a clean clone",
     ("README.md", "pip"): "tests/packaging/test_distributions.py installs the wheel",
+    ("docs/troubleshooting.md", "error"): "tests/launch/test_full_disk.py fills a disk",
     ("docs/data.md", '{"messages"'): "tests/unit/data/test_images.py takes its conversations",
     **{
         ("docs/rules.md", word): "tests/pages/test_pages.py compares the whole page"

@@ -184,7 +184,7 @@ def run_plan(args: argparse.Namespace) -> int:
             document["assumed"] = recipe_writer.assumed_keys(args)
         print(strict_json({**document, **measurements_json(recipe, problem.graph, None)}))
     else:
-        heading = recipe_writer.heading(args, text)
+        heading, weights = recipe_writer.heading(args, text), weights_summary(recipe.model.weights)
         lines = (
             [
                 *heading,
@@ -193,7 +193,7 @@ def run_plan(args: argparse.Namespace) -> int:
             ]
             if args.wide
             else [
-                *wrapped_lines(heading),
+                *wrapped_lines(heading if heading or not result.ranked else [weights, ""]),
                 *plan_summary_lines(problem, rows, result, sizing, batch),
             ]
         )

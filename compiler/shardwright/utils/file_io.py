@@ -116,10 +116,13 @@ def _values_below(level: list[JsonValue]) -> list[JsonValue]:
 def write_atomically(path: Path, text: str, *, mode: int | None = None, flush: bool = True) -> None:
     """Write UTF-8 so that the old file or the new one is there at any moment.
 
-    A link is followed. mode: None keeps the rights of a file that is there. flush: return once the
-    disk has it. Raises OSError, which names `path`.
+    A link is followed; into a device or a pipe it is written as it is. mode: None keeps the rights
+    of a file that is there. flush: return once the disk has it. Raises OSError, which names `path`.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(text.encode("utf-8"))  # a device or a pipe, which stays what it is
+        return
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

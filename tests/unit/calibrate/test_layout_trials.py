@@ -201,7 +201,7 @@ def test_the_command(
     )
     assert plan["measured"]["sha256"]
     assert main(["plan", str(path)]) == 0
-    assert "whole runs" in capsys.readouterr().out
+    assert "was run here" in capsys.readouterr().out
 
 
 def test_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

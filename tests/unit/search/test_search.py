@@ -261,7 +261,7 @@ def test_rows_of_a_million_tokens_plan_and_what_is_beyond_is_said(
         "1",
     ]
     assert main([*asked, "--nodes", "4", "--sequence-length", str(2**20)]) == 0
-    assert " x 8 " in capsys.readouterr().out
+    assert "CP 8" in capsys.readouterr().out
     assert main([*asked, "--nodes", "1", "--sequence-length", str(2**23)]) == 1
     refused = capsys.readouterr().err
     assert (
