@@ -89,7 +89,7 @@ def read_run_status(plan: Plan, folder: Path) -> RunStatus:
 
 
 def _status_json(status: RunStatus) -> dict[str, Any]:
-    from shardwright.monitor.run_attempts import read_attempts
+    from shardwright.checkpoint.run_attempts import read_attempts
 
     document = {**asdict(status.state), "predicted_save_seconds": status.predicted_save_seconds}
     return {**document, "attempts": read_attempts(status.folder)}

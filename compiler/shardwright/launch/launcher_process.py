@@ -32,6 +32,7 @@ from shardwright.checkpoint.resume_checkpoint import (
     is_after_outer_step,
     print_resume_notes,
 )
+from shardwright.checkpoint.run_attempts import last_attempt_number, move_to_attempt, record_end
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import Refusal, refusal
@@ -46,7 +47,6 @@ from shardwright.launch.run_state import (
     report_failure,
 )
 from shardwright.monitor.rank_events import RunNotice, RunStalled, parse_event
-from shardwright.monitor.run_attempts import last_attempt_number, move_to_attempt, record_end
 from shardwright.monitor.run_files import (
     PROGRESS,
     evaluated_step,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Required
 
 from shardwright.checkpoint.checkpoint_storage import published_steps, step_of
+from shardwright.checkpoint.run_attempts import earlier_attempts_text
 from shardwright.data.dataset import recorded_step_count
 from shardwright.engines.engine_table import engine_of
 from shardwright.layout.axes import ZERO_STAGES
 from shardwright.monitor.gradient_noise_scale import NoiseScale, run_noise_scale
 from shardwright.monitor.rank_events import RankFailed, RankLost, first_failure, read_events
-from shardwright.monitor.run_attempts import earlier_attempts_text
 from shardwright.monitor.run_files import (
     PROGRESS,
     AttemptRecord,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.run_attempts import earlier_attempts_text
 from shardwright.monitor.gradient_noise_scale import noise_scale_text, run_noise_scale
-from shardwright.monitor.run_attempts import earlier_attempts_text
 from shardwright.monitor.run_files import (
     EVALUATION_FILE,
     METRICS_FILE,

@@ -21,6 +21,7 @@ from shardwright.checkpoint.resume_checkpoint import (
     choose_checkpoint,
     print_resume_notes,
 )
+from shardwright.checkpoint.run_attempts import keep_attempt, record_start
 from shardwright.checkpoint.run_history import (
     RunHistory,
     current_run_history,
@@ -28,7 +29,6 @@ from shardwright.checkpoint.run_history import (
     run_history_from_json,
 )
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.monitor.run_attempts import keep_attempt, record_start
 from shardwright.monitor.run_files import AttemptRecord, read_attempt_record, write_attempt_record
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import copy_shared_fields

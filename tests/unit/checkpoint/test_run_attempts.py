@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.checkpoint.run_attempts import KEPT_ATTEMPTS, read_attempts, record_end
 from shardwright.cli import main as cli
 from shardwright.launch import launcher_process
 from shardwright.launch.launcher_process import LauncherEnd
-from shardwright.monitor.run_attempts import KEPT_ATTEMPTS, read_attempts, record_end
 from shardwright.monitor.run_files import write_json, write_status
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.train.run_attempt import begin_attempt
