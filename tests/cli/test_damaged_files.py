@@ -107,7 +107,7 @@ def write_whole_model(out: Path) -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the damaged copy of a folder is. `run` launches nothing."""
+    """Return where the damaged copy of a folder is. `run` launches nothing."""
     monkeypatch.setattr(launcher_process, "_launch", lambda *_: LauncherEnd(1))
     return tmp_path / "copy"
 

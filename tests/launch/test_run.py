@@ -56,8 +56,8 @@ def test_stop_file_saves_and_a_later_run_finishes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("receiver", ["every process", "rank 1", "launch.sh"])
 def test_sigterm_saves_and_stops(receiver: str, tmp_path: Path) -> None:
-    """As Slurm, systemd and others send it: to all processes, or to one. DeepSpeed's launcher is
-    not to end the ranks."""
+    """Send it as Slurm, systemd and others do: to all processes, or to one. DeepSpeed's launcher
+    is not to end the ranks."""
     out = compiled(Case(model="llama", data=2), tmp_path, steps=4000)
     process = subprocess.Popen(
         [sys.executable, "-m", "shardwright", "run", str(out)], stdout=subprocess.PIPE, text=True

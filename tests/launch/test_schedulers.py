@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,16 @@ needs_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not())
 needs_mpi = pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="no mpirun here: make test-hosts installs it"
 )
+
+
+def compiled(folder: Path, document: dict[str, Any], *options: str) -> Path:
+    """Write the document as a recipe into the folder, and return where it is compiled."""
+    recipe_file, out = folder / "recipe.yaml", folder / "out"
+    recipe_file.write_text(json.dumps(document))
+    words = ["compile", str(recipe_file), "-o", str(out), *options]
+    command = [sys.executable, "-m", "shardwright", *words]
+    must(subprocess.run(command, capture_output=True, text=True))
+    return out
 
 
 def submit(out: Path, env: dict[str, str]) -> str:
@@ -78,14 +89,7 @@ def test_slurm_leaves_out_a_node_that_fails_the_preflight(tmp_path: Path) -> Non
     document["training"] |= {"steps": 5}
     document["data"] = {"kind": "synthetic"}
     document["launch"]["slurm"] = {"requeue": True, "time": "30:00"}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
-    out = tmp_path / "out"
-    words = ["compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]
-    must(
-        subprocess.run(
-            [sys.executable, "-m", "shardwright", *words], capture_output=True, text=True
-        )
-    )
+    out = compiled(tmp_path, document)
     bad, script = NODES[1], out / "launch" / "preflight.sh"
     broken = f'[[ $SLURMD_NODENAME != {bad} ]] || answer "broken"\n'
     script.write_text(script.read_text().replace("answer ok", f"{broken}answer ok"))
@@ -119,18 +123,7 @@ def test_slurm_queues_a_run_again_that_was_told_to_stop(tmp_path: Path) -> None:
     }
     document["launch"]["setup_script"] = "set-up.sh"
     (tmp_path / "set-up.sh").write_text("export SET_UP=$undefined-yes\ncd /\nfalse\n")
-    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
-    out = tmp_path / "out"
-    compiler = [
-        sys.executable,
-        "-m",
-        "shardwright",
-        "compile",
-        str(tmp_path / "recipe.yaml"),
-        "-o",
-        str(out),
-    ]
-    must(subprocess.run(compiler, capture_output=True, text=True))
+    out = compiled(tmp_path, document)
     with slurm(tmp_path / "slurm") as env:
         job = submit(out, env)
         wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, 200)
@@ -163,18 +156,7 @@ def test_slurm_takes_every_option_and_doctor_asks_it(tmp_path: Path) -> None:
     }
     extra = {"comment": "two words", "nice": 5, "hold": True, "mail-type": "END,FAIL"}
     document["launch"]["slurm"] = {**options, "extra": extra}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
-    out = tmp_path / "out"
-    compiler = [
-        sys.executable,
-        "-m",
-        "shardwright",
-        "compile",
-        str(tmp_path / "recipe.yaml"),
-        "-o",
-        str(out),
-    ]
-    must(subprocess.run(compiler, capture_output=True, text=True))
+    out = compiled(tmp_path, document)
     with slurm(tmp_path / "slurm", spare=True) as env:
         help = output(env, "sbatch", "--help")
         assert set(re.findall(r"--([a-z][a-z-]+)", help)) <= {*sbatch_options()}
@@ -229,11 +211,7 @@ def test_slurm_takes_every_option_and_doctor_asks_it(tmp_path: Path) -> None:
             and checks["all-reduce"]["told"] == "over all hosts"
         )
 
-        must(
-            subprocess.run(
-                [*compiler, "--set", "launch.slurm.constraint=slow"], capture_output=True, text=True
-            )
-        )
+        compiled(tmp_path, document, "--set", "launch.slurm.constraint=slow")
         refused = subprocess.run(doctor, env=env, capture_output=True, text=True, timeout=120)
         (problem,) = (
             p

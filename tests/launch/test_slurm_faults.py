@@ -1,11 +1,9 @@
-"""What ends a job on a real Slurm of two nodes: the time limit, a job that comes first, a lost node
+"""End jobs on a real Slurm of two nodes: by the time limit, a job that comes first, a lost node
 (`make test-hosts`)."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,14 @@ from tests.launch.slurm_cluster import (
     wait_for,
     why_not,
 )
-from tests.launch.test_schedulers import log, submit
-from tests.parity.harness import Case, metrics, must, newest_checkpoint, recipe, write_inputs
+from tests.launch.test_schedulers import compiled, log, submit
+from tests.parity.harness import Case, metrics, newest_checkpoint, recipe, write_inputs
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "CANCELLED")
 
 
-def compiled(folder: Path, steps: int, **options: Any) -> Path:
+def saving_run(folder: Path, steps: int, **options: Any) -> Path:
     """A tiny llama on two nodes with one rank each, which saves every fifth step."""
     case = Case(model="llama", data=2, nodes=2, launcher="slurm")
     write_inputs(case, folder)
@@ -36,14 +34,7 @@ def compiled(folder: Path, steps: int, **options: Any) -> Path:
     document["data"] = {"kind": "synthetic"}
     document["launch"]["slurm"] = options
     document["checkpoint"] = {**document.get("checkpoint", {}), "every_steps": 5, "keep": 3}
-    (folder / "recipe.yaml").write_text(json.dumps(document))
-    words = ["compile", str(folder / "recipe.yaml"), "-o", str(folder / "out")]
-    must(
-        subprocess.run(
-            [sys.executable, "-m", "shardwright", *words], capture_output=True, text=True
-        )
-    )
-    return folder / "out"
+    return compiled(folder, document)
 
 
 def trains(out: Path, after: int = 0) -> bool:
@@ -60,7 +51,7 @@ def assert_done(out: Path, steps: int) -> None:
 
 def test_a_job_saves_before_its_time_is_up(tmp_path: Path) -> None:
     """Not TIMEOUT: the signal comes first, every step is saved, and 75 says that it is not done."""
-    out = compiled(tmp_path, 1_000_000, time="2:00", signal_seconds=60)
+    out = saving_run(tmp_path, 1_000_000, time="2:00", signal_seconds=60)
     with slurm(tmp_path / "slurm") as env:
         job = submit(out, env)
         wait_for(lambda: state(env, job).get("JobState") in ENDED, 240)
@@ -74,7 +65,7 @@ def test_a_job_saves_before_its_time_is_up(tmp_path: Path) -> None:
 def test_a_job_that_comes_first_sends_it_back_to_the_queue(tmp_path: Path) -> None:
     """Preempted: SIGTERM, a checkpoint within the time of grace, and on once the nodes are free."""
     steps = 400
-    out = compiled(tmp_path, steps, requeue=True, time="30:00", partition="main")
+    out = saving_run(tmp_path, steps, requeue=True, time="30:00", partition="main")
     with slurm(tmp_path / "slurm") as env:
         job = submit(out, env)
         wait_for(lambda: trains(out), 120)
@@ -95,7 +86,7 @@ def test_a_lost_node_is_left_out(tmp_path: Path) -> None:
     """Its slurmd and its rank are killed at once: the run goes on from the newest checkpoint on the
     spare node."""
     steps = 400
-    out = compiled(tmp_path, steps, requeue=True, time="30:00")
+    out = saving_run(tmp_path, steps, requeue=True, time="30:00")
     with slurm(tmp_path / "slurm", spare=True) as env:
         job = submit(out, env)
         wait_for(lambda: trains(out, after=5), 120)

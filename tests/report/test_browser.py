@@ -39,7 +39,7 @@ return tiles.map(tile => {
   const inside = text.getBoundingClientRect()
   return [inside.left - box.left, box.right - inside.right]
 })"""
-"""What each tile leaves on both sides of its figure, in pixels."""
+"""Measures what each tile leaves on both sides of its figure, in pixels."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What `shardwright plan` prints at the width of the terminal: a line for each layout, and three
+"""Write what `shardwright plan` prints at the terminal's width: a line for each layout, and three
 lines under them. `--wide` has the rest."""
 
 from __future__ import annotations

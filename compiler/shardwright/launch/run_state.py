@@ -279,15 +279,20 @@ def ended_by_signal(folder: Path, launcher_code: int | None) -> int | None:
         log = (folder / "run" / "launcher.log").read_text(errors="replace")
     except OSError:
         return None
+    return _first_signal(log)
+
+
+def _first_signal(log: str) -> int | None:
+    """Return the signal that ended the first rank of which DeepSpeed's launcher tells it; it does
+    not tell which rank that was."""
     first = _LAUNCHER_CODE.search(log)
     return -int(first[1]) if first else None
 
 
 def _signal_of(log: str) -> str | None:
-    """DeepSpeed's launcher tells the signal that ended the first of its ranks, but not which one
-    that was."""
-    codes = [int(code) for code in _LAUNCHER_CODE.findall(log)]
-    return _SIGNALS.get(codes[0], f"ended by signal {-codes[0]}") if codes else None
+    """Return that signal in words."""
+    number = _first_signal(log)
+    return None if number is None else _SIGNALS.get(-number, f"ended by signal {number}")
 
 
 def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:

@@ -156,6 +156,12 @@ def _by_version(program: str, names: str, **own: str) -> dict[str, str]:
     return {name: f"{own.get(name, _MEANINGS[name])}; {default}" for name in names.split()}
 
 
+_SETTINGS_BY_VERSION = (
+    "per_device_train_batch_size gradient_accumulation_steps num_train_epochs learning_rate "
+    "lr_scheduler_type gradient_checkpointing bf16 adam_beta1 adam_beta2 adam_epsilon weight_decay "
+    "max_grad_norm warmup_steps"
+)
+
 _MEGATRON_ALIASES: dict[str, tuple[str, ValueMap | None]] = {
     "train_iters": ("max_steps", None),
     "lr": ("learning_rate", None),
@@ -241,10 +247,7 @@ PROGRAMS = (
         },
         unknown_defaults=_by_version(
             "LLaMA-Factory",
-            "per_device_train_batch_size gradient_accumulation_steps "
-            "num_train_epochs learning_rate lr_scheduler_type "
-            "gradient_checkpointing bf16 adam_beta1 adam_beta2 adam_epsilon "
-            "weight_decay max_grad_norm warmup_steps",
+            _SETTINGS_BY_VERSION,
         ),
         scripts=(r"(llamafactory-cli|lmf) (sft|dpo|rm)",),
         next_token_values={"model_class": frozenset({"llm", "other"})},
@@ -275,13 +278,11 @@ PROGRAMS = (
         },
         defaults={k: v for k, v in _TRAINER_DEFAULTS.items() if k != "gradient_checkpointing"},
         defaults_of="the Trainer",
-        unknown_defaults={
-            **_by_version(
-                "LLaMA-Factory",
-                "max_seq_length gradient_checkpointing",
-                max_seq_length="tokens of a sequence (cutoff_len)",
-            ),
-        },
+        unknown_defaults=_by_version(
+            "LLaMA-Factory",
+            "max_seq_length gradient_checkpointing",
+            max_seq_length="tokens of a sequence (cutoff_len)",
+        ),
         next_token_values={"stage": frozenset({"pt", "sft"})},
         reasons={
             "stage": "a recipe trains next tokens",
@@ -320,10 +321,7 @@ PROGRAMS = (
         },
         unknown_defaults=_by_version(
             "Axolotl",
-            "per_device_train_batch_size gradient_accumulation_steps "
-            "num_train_epochs learning_rate lr_scheduler_type "
-            "gradient_checkpointing bf16 adam_beta1 adam_beta2 adam_epsilon "
-            "weight_decay max_grad_norm warmup_steps",
+            _SETTINGS_BY_VERSION,
             per_device_train_batch_size="sequences of a GPU at once (micro_batch_size)",
         ),
         next_token_values={
@@ -464,15 +462,13 @@ PROGRAMS = (
         },
         defaults=_TRAINER_BASE,
         defaults_of="the Trainer",
-        unknown_defaults={
-            **_by_version(
-                "TRL",
-                "learning_rate gradient_checkpointing bf16 max_seq_length",
-                learning_rate="the learning rate (2e-05 in SFTConfig of TRL 1)",
-                gradient_checkpointing="none or full (full in TRL 1)",
-                bf16="bf16, fp16 or fp32 (bf16 in TRL 1)",
-            ),
-        },
+        unknown_defaults=_by_version(
+            "TRL",
+            "learning_rate gradient_checkpointing bf16 max_seq_length",
+            learning_rate="the learning rate (2e-05 in SFTConfig of TRL 1)",
+            gradient_checkpointing="none or full (full in TRL 1)",
+            bf16="bf16, fp16 or fp32 (bf16 in TRL 1)",
+        ),
         next_token_values={**_OF_OTHER_TASKS, "loss_type": frozenset({"nll", "chunked_nll"})},
         commands="trl sft, dpo, grpo, kto or reward",
     ),

@@ -55,7 +55,7 @@ class Model:
 
 
 class Spec(dict[str, Any]):
-    """Where a glyph takes a value from: a column, one value, or an expression."""
+    """Says where a glyph takes a value from: a column, one value, or an expression."""
 
 
 def value_of(value: Any) -> Spec:

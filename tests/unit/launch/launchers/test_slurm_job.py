@@ -65,6 +65,8 @@ SMI = "\n".join(
         "[[ $1 != --query-remapped-rows=* ]] || echo ${!name:-0}",
     )
 )
+STOPPED = 'mkdir -p run; echo \'{"status": "preempted"}\' >run/status.json'
+NODES_OF_JOB = "printf 'n1\\nn2\\n'"
 SBATCH = "printf 'sbatch:'; printf '<%s>' \"$@\"; echo"
 
 
@@ -169,14 +171,10 @@ def test_a_signal_asks_the_run_to_stop(
 
 def test_a_job_whose_run_is_not_done_does_not_succeed(compiled: Compile, tmp_path: Path) -> None:
     out = compiled({"slurm": {}})
-    programs = {"shardwright": 'mkdir -p run; echo \'{"status": "preempted"}\' >run/status.json'}
+    programs = {"shardwright": STOPPED}
     assert ended(job(out, tmp_path / "bin", programs=programs))[0] == 75
     failed = {"shardwright": "exit 3"}
     assert ended(job(out, tmp_path / "bin", programs=failed | {"nvidia-smi": SMI}))[0] == 3
-
-
-STOPPED = 'mkdir -p run; echo \'{"status": "preempted"}\' >run/status.json'
-NODES_OF_JOB = "printf 'n1\\nn2\\n'"
 
 
 @pytest.mark.parametrize("preempted", [False, True])
