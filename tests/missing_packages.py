@@ -13,7 +13,7 @@ import pytest
 
 PACKAGES = {
     *("torch", "transformers", "tokenizers", "deepspeed", "megatron", "megatron-core", "peft"),
-    *("pyarrow", "zstandard", "sentencepiece", "selenium", "kubernetes_validate"),
+    *("PIL", "pyarrow", "zstandard", "sentencepiece", "selenium", "kubernetes_validate"),
 }
 
 
