@@ -92,6 +92,7 @@ def test_a_piece_goes_on_with_the_one_before(
         return figures if len(ran) < 3 else {"why": "it broke"}
 
     monkeypatch.setattr(bench_module, "case", case)
+    monkeypatch.setattr(bench_module, "kernels", lambda: {"products": {}})
     monkeypatch.setattr(bench_module, "attention", lambda family, gpu: {"eager": {"loss": 0.0}})
     file, said = tmp_path / "gpu.json", list[str]()
     first = list(LAYOUTS)[:3]

@@ -29,7 +29,7 @@ STEPS = 10
 """Behind the warm-up. A run tells its peak memory at its tenth step."""
 CASE_SECONDS = 240
 """For one side of a case, its start included; what takes longer is given up and said."""
-ATTENTION = "attention"
+ATTENTION, KERNELS = "attention", "kernels"
 ProgressCallback = Callable[[str], None]
 
 
@@ -66,6 +66,10 @@ def bench(
                 document[ATTENTION][family] = attention(family, gpu)
                 _write(file, document)
                 report_progress(f"attention, {family}: {json.dumps(document[ATTENTION][family])}")
+        if KERNELS not in document and gpu != "cpu" and time.monotonic() < ends:
+            document[KERNELS] = kernels()
+            _write(file, document)
+            report_progress(f"kernels: {json.dumps(document[KERNELS])}")
         due = [f"{ATTENTION} {family}" for family in FAMILIES if family not in document[ATTENTION]]
     return due
 
@@ -165,6 +169,12 @@ def attention(family: str, gpu: str) -> dict[str, Any]:
     from tools.bench_gpu.attention_parity import parity
 
     return parity(family, "cpu" if gpu == "cpu" else "cuda")
+
+
+def kernels() -> dict[str, Any]:
+    from tools.bench_gpu.kernel_rates import kernel_rates
+
+    return kernel_rates()
 
 
 def line(name: str, found: dict[str, Any]) -> str:
