@@ -229,4 +229,13 @@ def recipes() -> tuple[Recipe, ...]:
         dataclasses.replace(half, model=dataclasses.replace(half.model, router_aux_loss=0.001)),
         recipe_of(cluster={**cluster, "inter_node_gbits_per_second": 50.0}, training=training),
         dataclasses.replace(plain, tracking=dataclasses.replace(plain.tracking, noise_scale=NOISE)),
+        recipe_of(
+            cluster={
+                "nodes": 5,
+                "gpus_per_node": 4,
+                "gpu": "b200-sxm-180gb",
+                "nvlink_domain_gpus": 16,
+            },
+            training=training,
+        ),
     )

@@ -78,6 +78,7 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
     if as_json:
         document = {
             **estimate_json(path, estimate),
+            "cluster": cluster_json(problem.cluster),
             "goodput": expected,
             "assume": recipe.assume,
             **measurements_json(recipe, graph, estimate.strategy),
@@ -145,10 +146,20 @@ def islands_rows(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> list[
 
 
 def cluster_text(recipe: Recipe, cluster: Cluster) -> str:
-    """Return the nodes and GPUs. cluster: of one island."""
-    islands = recipe.cluster.islands
+    """Return the nodes and GPUs, and the NVLink domain where no node is one. cluster: of one
+    island."""
+    islands, domain = recipe.cluster.islands, cluster.nvlink_domain_gpus
     one = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
-    return one if islands == 1 else f"{islands} islands of {one} each"
+    whole = one if islands == 1 else f"{islands} islands of {one} each"
+    return whole if domain == cluster.gpus_per_node else f"{whole}, NVLink domains of {domain} GPUs"
+
+
+def cluster_json(cluster: Cluster) -> JsonDocument:
+    """Return the cluster of `--json`. cluster: of one island."""
+    return {
+        **{key: getattr(cluster, key) for key in ("nodes", "gpus_per_node", "nvlink_domain_gpus")},
+        "gpu": cluster.gpu.name,
+    }
 
 
 def diagnostics_json(diagnostics: Sequence[Diagnostic]) -> list[JsonDocument]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.estimate_command import (
+    cluster_json,
     cluster_text,
     diagnostics_json,
     estimate_json,
@@ -442,11 +443,7 @@ def explanation_json(priced: PricedRecipe, found: PlanExplanation) -> JsonDocume
             "architecture": priced.graph.architecture,
             "parameters": priced.graph.total_parameters,
         },
-        "cluster": {
-            "nodes": cluster.nodes,
-            "gpus_per_node": cluster.gpus_per_node,
-            "gpu": cluster.gpu.name,
-        },
+        "cluster": cluster_json(cluster),
         "place": found.place,
         "layouts": found.layouts,
         "breakdown": {

@@ -7,6 +7,8 @@ Yuan, 2009). NCCL builds one ring per adapter over the nodes. Where q members sh
 enters and leaves over q adapters at once. The rate per rank is then the smaller of q adapters' rate
 and the node's own links' rate. It falls with the number of ranks, by the fabric between nodes
 (cost/collective_bandwidth.json).
+
+Nodes that NVLink joins count as one node (cluster.nvlink_domain_gpus).
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ GLOO_ALL_GATHER = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Describe a process group of equally spaced ranks; nodes are filled in order."""
+    """Describe a process group of equally spaced ranks; nodes are filled in order.
+
+    ranks_per_node: ranks in each NVLink domain, which may have several nodes
+    """
 
     ranks: int
     ranks_per_node: int
@@ -46,7 +51,7 @@ def group_of(cluster: Cluster, ranks: int, stride: int, fabric: Fabric | None = 
 
     fabric: the published run's; the cluster's where the recipe names one
     """
-    inside = max(1, cluster.gpus_per_node // stride) if stride <= cluster.gpus_per_node else 1
+    inside = max(1, cluster.nvlink_domain_gpus // stride)
     between = cluster.fabric if fabric is None or cluster.fabric_is_given else fabric
     return Group(ranks=ranks, ranks_per_node=min(ranks, inside), fabric=between)
 
@@ -146,7 +151,7 @@ def all_to_all_seconds(
 def send_seconds(cluster: Cluster, c: Constants, distance: int, message_bytes: float) -> float:
     """Return the seconds of one message to the rank `distance` further; nodes are filled in
     order."""
-    if distance >= cluster.gpus_per_node:
+    if distance >= cluster.nvlink_domain_gpus:
         return c.inter_node_hop_seconds + message_bytes / (
             cluster.inter_node_bytes_per_second * c.inter_node_efficiency
         )

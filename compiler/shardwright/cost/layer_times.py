@@ -430,7 +430,8 @@ class PassTimes:
 def _pass_times_shared_key(problem: Problem, c: Constants) -> Hashable:
     r, cluster = problem.recipe, problem.cluster
     return (
-        (cluster.nodes > 1, cluster.gpus_per_node, cluster.fabric, cluster.fabric_is_given),
+        (cluster.nvlink_domains > 1, cluster.nvlink_domain_gpus, cluster.gpus_per_node),
+        (cluster.fabric, cluster.fabric_is_given),
         (cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
         (
             cluster.gpu.hbm_bytes_per_second,
@@ -632,7 +633,8 @@ def _collective_launch_seconds(priced: PricedLayout) -> float:
     is_hidden = priced.traits.tensor_parallel_launch_cost == "hidden"
     if is_hidden or cluster.gpu.kind.launches_are_free:
         return 0.0
-    crossing = s.pipeline > 1 and cluster.nodes > 1 and priced.traits.pipeline_raises_launch_cost
+    crossing = s.pipeline > 1 and cluster.nvlink_domains > 1
+    crossing = crossing and priced.traits.pipeline_raises_launch_cost
     return c.collective_host_seconds + (c.pipeline_host_seconds * s.tensor if crossing else 0.0)
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_graph import ModelGraph
@@ -104,8 +105,7 @@ AXES: tuple[Axis, ...] = (
         affects_rank_state=True,
         is_model_parallel=True,
         is_in_layer=True,
-        # A tensor-parallel group stays inside a node.
-        values=lambda problem, degrees: divisors(problem.cluster.gpus_per_node),
+        values=lambda problem, degrees: tensor_degrees(problem.cluster),
         splits_results=True,
         abbreviation="TP",
         letters="TP {}",
@@ -130,7 +130,7 @@ AXES: tuple[Axis, ...] = (
         affects_rank_state=True,
         is_in_layer=True,
         values=lambda problem, degrees: context_degrees(
-            problem.recipe.training.sequence_length, problem.cluster.gpus_per_node
+            problem.recipe.training.sequence_length, problem.cluster.scale_up_gpus
         ),
         off_when_world_pinned=True,
         in_every_engine=False,
@@ -362,6 +362,16 @@ def reachable_world_sizes(problem: Problem) -> set[int]:
     for axis in rank_axes():
         sizes = {size * as_int(degree) for size in sizes for degree in choices(axis, problem, {})}
     return sizes
+
+
+MAX_TENSOR_RANKS = 16
+"""Limits what a search tries beyond a node; a pin may exceed it. Published runs have 8 at most."""
+
+
+def tensor_degrees(cluster: Cluster) -> tuple[int, ...]:
+    """Return the tensor degrees whose groups stay inside a node or an NVLink domain."""
+    most = max(cluster.gpus_per_node, MAX_TENSOR_RANKS)
+    return tuple(t for t in divisors(cluster.scale_up_gpus) if t <= most)
 
 
 MAX_EXPERT_RANKS = 64

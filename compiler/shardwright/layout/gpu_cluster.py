@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
@@ -55,11 +55,13 @@ class Gpu:
 class Cluster:
     """Describe the machines; bandwidths are per GPU, in one direction.
 
+    nvlink_gpus: GPUs that NVLink can join, of one node or of several
     fabric_is_given: the recipe names the fabric
     """
 
     nodes: int
     gpus_per_node: int
+    nvlink_gpus: int
     gpu: Gpu
     intra_node_bytes_per_second: float
     inter_node_bytes_per_second: float
@@ -74,6 +76,20 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     @property
+    def nvlink_domain_gpus(self) -> int:
+        """Return the GPUs of each NVLink domain; ranks fill domains and their nodes in order."""
+        return _nvlink_domain_gpus(self.nodes, self.gpus_per_node, self.nvlink_gpus)
+
+    @property
+    def nvlink_domains(self) -> int:
+        return self.world_size // self.nvlink_domain_gpus
+
+    @property
+    def scale_up_gpus(self) -> int:
+        """Return the GPUs of a node, or of an NVLink domain of several nodes."""
+        return max(self.gpus_per_node, self.nvlink_domain_gpus)
+
+    @property
     def capacity_bytes(self) -> int:
         return int(self.gpu.memory_gib * 2**30)
 
@@ -82,8 +98,24 @@ class Cluster:
             raise ValueError("a cluster needs at least one GPU with memory")
 
 
+@functools.cache
+def _nvlink_domain_gpus(nodes: int, gpus_per_node: int, nvlink_gpus: int) -> int:
+    """Return the most GPUs of a domain with which each domain has as many nodes.
+
+    256 GPUs in racks of 72 are 4 domains of 64. Slurm's topology/block places such segments.
+    """
+    if nvlink_gpus <= gpus_per_node:
+        return nvlink_gpus
+    most = min(nodes, nvlink_gpus // gpus_per_node)
+    return gpus_per_node * next(n for n in range(most, 0, -1) if nodes % n == 0)
+
+
 class InlineGpuDefaults(TypedDict):
-    """Hold defaults for an inline GPU; sources: the source of each number."""
+    """Hold defaults for an inline GPU.
+
+    nvlink_domain_gpus: GPUs that NVLink joins beyond a node
+    sources: the source of each number
+    """
 
     cache_mib: float
     compute_units: int
@@ -94,6 +126,7 @@ class InlineGpuDefaults(TypedDict):
     fused_attention_gain: float
     softmax_gain: float
     best_product_tflops: float | None
+    nvlink_domain_gpus: NotRequired[int]
     sources: dict[str, str]
 
 
@@ -177,6 +210,8 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     cluster = Cluster(
         nodes=section.nodes or 1,
         gpus_per_node=section.gpus_per_node,
+        nvlink_gpus=section.nvlink_domain_gpus
+        or max(section.gpus_per_node, chip.get("nvlink_domain_gpus", 1)),
         gpu=gpu,
         intra_node_bytes_per_second=intra * 1e9,
         inter_node_bytes_per_second=inter * 1e9 / 8,

@@ -21,7 +21,12 @@ from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
 from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
 from shardwright.recipe.sbatch_options import sbatch_option_errors
-from shardwright.utils.divisors import context_degrees, degree_mismatch, nearest_multiples
+from shardwright.utils.divisors import (
+    context_degrees,
+    degree_mismatch,
+    nearest_divisors,
+    nearest_multiples,
+)
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 
@@ -144,14 +149,16 @@ _DEGREES = tuple(f"parallelism.{name}" for name in FREE_DEGREES)
 """Lists the free degrees; data is the last."""
 _CONTEXT = "parallelism.context"
 """Names the degree that is not free: 1 in most recipes."""
-_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, _CONTEXT)
+_NVLINK = "cluster.nvlink_domain_gpus"
+_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", _NVLINK, *_DEGREES, _CONTEXT)
 
 
 def _context_is_off(view: DocumentView) -> bool:
     """Tell whether context parallelism is off: the free degrees alone make up the world size."""
     degree, length = view.number(_CONTEXT), view.get("training.sequence_length")
     if degree is None and isinstance(length, int):  # auto
-        degree = max(context_degrees(length, view.number("cluster.gpus_per_node") or 1))
+        gpus = view.number("cluster.gpus_per_node") or 1
+        degree = max(context_degrees(length, max(gpus, view.number(_NVLINK) or 1)))
     return degree in (None, 1)
 
 
@@ -314,6 +321,22 @@ def automatic_nodes(view: DocumentView) -> Iterator[Diagnostic]:
         yield found(
             "SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`."
         )
+
+
+@cross_check(_NVLINK, "cluster.gpus_per_node")
+def nvlink_domain(view: DocumentView) -> Iterator[Diagnostic]:
+    domain, gpus = view.number(_NVLINK), view.number("cluster.gpus_per_node")
+    if domain is None or gpus is None or domain % gpus == 0 or gpus % domain == 0:
+        return
+    several = nearest_multiples(gpus, domain)
+    near = several if domain > gpus else nearest_divisors(gpus, domain)
+    kind = "multiple" if domain > gpus else "divisor"
+    message = f"nvlink_domain_gpus {domain} is not a {kind} of gpus_per_node {gpus}"
+    help = (
+        f"An NVLink domain has whole nodes, or a node has whole domains: "
+        f"{join_with_or(tuple(map(str, near)))}."
+    )
+    yield found("SW1224", _NVLINK, message, help, near)
 
 
 @cross_check("launch.launcher", "launch.slurm", "launch.kubernetes")

@@ -90,7 +90,8 @@ class ClusterSection:
     cost/goodput.json.
 
     islands: equal groups of nodes with slow links between them, inter_island_gbits_per_second each,
-    one direction. nodes: per island.
+    one direction. nodes: per island. nvlink_domain_gpus: GPUs that NVLink joins, also beyond a
+    node; None is the catalogue's number.
     """
 
     nodes: int | None
@@ -105,6 +106,7 @@ class ClusterSection:
     checkpoint_gbytes_per_second: float | None = None
     measured: MeasurementsFile | None = None
     fabric: Fabric | None = None
+    nvlink_domain_gpus: int | None = None
     islands: int = 1
     inter_island_gbits_per_second: float | None = None
 

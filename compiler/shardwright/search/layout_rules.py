@@ -175,20 +175,44 @@ def dualpipev_needs_pipeline(x: Candidate) -> Diagnostic | None:
 
 
 def tensor_group_in_node(x: Candidate) -> Diagnostic | None:
-    """Ranks are placed so that a tensor group fills part of one node."""
-    t, slots = x.strategy.tensor, x.cluster.gpus_per_node
+    """Ranks are placed so that a tensor group fills part of one node, or of one NVLink domain."""
+    t, slots = x.strategy.tensor, x.cluster.scale_up_gpus
     if slots % t == 0:
         return None
+    of = "a node" if slots == x.cluster.gpus_per_node else "an NVLink domain"
     return found(
         "SW3112",
         "parallelism.tensor",
         (
-            f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would "
-            "cross nodes"
+            f"tensor {t} does not divide the {slots} GPUs of {of}, so a tensor group would "
+            f"cross {of.partition(' ')[2]}s"
         ),
         f"Use a tensor degree that divides {slots}. Tensor ranks exchange activations in every "
         "layer, which is slow between nodes.",
         nearest_divisors(slots, t),
+    )
+
+
+def nodes_fill_nvlink_domains(x: Candidate) -> Diagnostic | None:
+    """Warn where the fewest NVLink domains that hold the nodes would hold unequal numbers of them.
+
+    Groups of ranks are then priced, and placed, over smaller domains of as many nodes each.
+    """
+    c = x.cluster
+    nodes_per_domain = max(1, c.nvlink_gpus // c.gpus_per_node)
+    fewest = -(-c.nodes // nodes_per_domain)
+    if nodes_per_domain == 1 or c.nvlink_domains <= fewest:
+        return None
+    near = nearest_multiples(fewest, c.nodes)
+    return found(
+        "SW3129",
+        "cluster.nodes",
+        f"{c.nodes} nodes do not divide evenly over {fewest} NVLink domains of {c.nvlink_gpus} "
+        f"GPUs: the plan uses {c.nvlink_domain_gpus} GPUs of each domain",
+        f"Use {' or '.join(map(str, near))} nodes: each domain then holds as many, and larger "
+        "groups of ranks stay inside one.",
+        near,
+        severity="warning",
     )
 
 
@@ -366,7 +390,7 @@ def fp16_on_cpu(x: Candidate) -> Diagnostic | None:
 def zero_3_over_slow_links(x: Candidate) -> Diagnostic | None:
     """Parameters cross the links three times a micro-batch (DeepSpeed#6889, #7019, #2928)."""
     s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
-    if s.zero_stage < 3 or x.cluster.nodes == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
+    if s.zero_stage < 3 or x.cluster.nvlink_domains == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
         return None
     return found(
         "SW3120",

@@ -80,13 +80,13 @@ def _with_gpu(cluster: Cluster, **changes: object) -> Cluster:
 # resource -> whether a cluster has a use for it, and the cluster with more of it
 RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Callable[[Cluster], Cluster]]] = {
     "inter_node_bandwidth": (
-        lambda c: c.nodes > 1,
+        lambda c: c.nvlink_domains > 1,
         lambda c: dataclasses.replace(
             c, inter_node_bytes_per_second=c.inter_node_bytes_per_second * MORE_FACTOR
         ),
     ),
     "intra_node_bandwidth": (
-        lambda c: c.gpus_per_node > 1,
+        lambda c: c.nvlink_domain_gpus > 1,
         lambda c: dataclasses.replace(
             c, intra_node_bytes_per_second=c.intra_node_bytes_per_second * MORE_FACTOR
         ),

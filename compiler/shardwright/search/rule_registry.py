@@ -41,6 +41,7 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3117": rule(layout_rules.rotary_positions_trained),
     "SW3118": rule(layout_rules.precision_has_peak),
     "SW3121": rule(layout_rules.half_precision_accumulation, "gradient_accumulation_steps"),
+    "SW3129": rule(layout_rules.nodes_fill_nvlink_domains),
     "SW3130": rule(layout_rules.model_is_causal),
     "SW3131": rule(layout_rules.hf_loss_is_next_token),
     "SW3132": rule(layout_rules.moe_without_expert_parallelism, "expert"),

@@ -48,11 +48,11 @@ MIN_TOKENS_PER_CONTEXT_RANK = 8192
 further, a pin may."""
 
 
-def context_degrees(sequence_length: int, gpus_per_node: int) -> tuple[int, ...]:
-    """A group stands inside a node, whose links its all-to-alls want."""
+def context_degrees(sequence_length: int, scale_up_gpus: int) -> tuple[int, ...]:
+    """A group stands inside a node or an NVLink domain, whose links its all-to-alls want."""
     found = (
         s
-        for s in divisors(gpus_per_node)
+        for s in divisors(scale_up_gpus)
         if sequence_length % s == 0 and sequence_length // s >= MIN_TOKENS_PER_CONTEXT_RANK
     )
     return tuple(found) or (1,)

@@ -123,6 +123,17 @@ def test_one_node_has_no_links_between_nodes(
     assert "inter_node_bandwidth" not in resources and "intra_node_bandwidth" in resources
 
 
+def test_the_nvlink_domain_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = {"nodes": 16, "gpus_per_node": 4, "gpu": "gb200-nvl-186gb"}
+    path = write_llama(tmp_path, cluster=cluster)
+    found = told(capsys, "explain", path)
+    assert found["cluster"] == {**cluster, "nvlink_domain_gpus": 64}
+    assert "inter_node_bandwidth" not in {each["resource"] for each in found["sensitivity"]}
+    assert told(capsys, "estimate", path)["cluster"] == found["cluster"]
+    assert main(["explain", path]) == 0
+    assert "16 x 4 gb200-nvl-186gb, NVLink domains of 64 GPUs\n" in capsys.readouterr().out
+
+
 def test_what_does_not_run_is_taken_apart_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -344,3 +344,26 @@ def test_no_numbers_where_the_world_or_the_batch_does_not_work_out() -> None:
             problem_of(recipe, graph_of(LLAMA_8B)), change(data=3, zero_stage=3, pipeline=2)
         )
     assert [d.code for d in caught.value.diagnostics] == ["SW3101", "SW3102", "SW3108"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor": 8, "data": 16, "zero_stage": 1},
+        {"tensor": 4, "data": 8, "pipeline": 4},
+        {"data": 128, "zero_stage": 3},
+        {"data": 32, "context": 4},
+    ],
+    ids=str,
+)
+def test_hosts_of_an_nvlink_domain_take_the_seconds_of_one_node(layout: dict[str, int]) -> None:
+    strategy = change(**layout)
+    batch = strategy.data * strategy.gradient_accumulation_steps
+
+    def seconds(nodes: int, gpus: int, domain: int | None) -> float:
+        cluster = {"gpu": "b200-sxm-180gb", "nvlink_domain_gpus": domain}
+        recipe = sized(recipe_of(LLAMA_8B, cluster=cluster), batch, gpus, nodes)
+        found = estimate_layout(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
+        return found.time.step_seconds
+
+    assert seconds(32, 4, 64) == seconds(2, 64, None) < seconds(32, 4, None)

@@ -9,6 +9,7 @@ import pytest
 
 from shardwright.cost.collective_seconds import (
     all_reduce_seconds,
+    all_to_all_seconds,
     bytes_per_second,
     gather_seconds,
     group_of,
@@ -115,6 +116,38 @@ def test_groups_lie_over_nodes() -> None:
     assert group_of(CLUSTER, 16, 1).ranks_per_node == 8
     assert group_of(CLUSTER, 16, 8).ranks_per_node == 1  # data ranks of a tensor degree of 8
     assert group_of(CLUSTER, 4, 2).ranks_per_node == 4
+
+
+def test_nodes_of_an_nvlink_domain_are_one_node() -> None:
+    """Sixteen hosts of 4 in domains of 32 cost as two nodes of 32."""
+    hosts, nodes = (
+        resolve_cluster(recipe_of(cluster={"gpu": "b200-sxm-180gb", **size}).cluster)
+        for size in (
+            {"nodes": 16, "gpus_per_node": 4, "nvlink_domain_gpus": 32},
+            {"nodes": 2, "gpus_per_node": 32},
+        )
+    )
+    inside, across = group_of(hosts, 32, 1), group_of(hosts, 2, 32)
+    assert not inside.spans_nodes and across.spans_nodes
+    rate = hosts.intra_node_bytes_per_second * C.intra_node_efficiency
+    assert bytes_per_second(hosts, C, inside, 1e9) == rate
+    assert send_seconds(hosts, C, 31, 1e9) < send_seconds(hosts, C, 32, 1e9)
+    for ranks, stride in ((4, 1), (8, 4), (32, 1), (64, 1), (8, 8), (2, 32)):
+        groups = [group_of(each, ranks, stride) for each in (hosts, nodes)]
+        assert groups[0] == groups[1]
+        for seconds in (all_reduce_seconds, gather_seconds, all_to_all_seconds):
+            costs = [
+                seconds(each, C, group, 1e8)
+                for each, group in zip((hosts, nodes), groups, strict=True)
+            ]
+            assert costs[0] == costs[1]
+
+
+def test_a_node_may_have_several_nvlink_domains() -> None:
+    """Pairs of NVLink bridges: beyond a pair the links between nodes are counted on."""
+    pairs = resolve_cluster(recipe_of(cluster={"nodes": 2, "nvlink_domain_gpus": 2}).cluster)
+    assert not group_of(pairs, 2, 1).spans_nodes and group_of(pairs, 4, 1).spans_nodes
+    assert (pairs.nvlink_domains, pairs.scale_up_gpus) == (8, 8)
 
 
 def test_members_of_a_node_bring_their_adapters() -> None:

@@ -43,6 +43,36 @@ def test_units_and_overrides() -> None:
     assert cluster.gpu.peak_flops["bf16"] == 312e12
 
 
+@pytest.mark.parametrize(
+    ("nodes", "gpus_per_node", "given", "domain"),
+    [
+        (2, 4, None, 8),  # GB200 NVL72, as much of it as there is
+        (18, 4, None, 72),
+        (64, 4, None, 64),  # four racks, as many nodes of each
+        (20, 4, None, 40),
+        (19, 4, None, 4),
+        (64, 8, None, 64),
+        (2, 100, None, 100),
+        (64, 4, 36, 32),
+        (64, 4, 4, 4),
+        (64, 4, 2, 2),
+        (2, 4, 576, 8),
+    ],
+)
+def test_nvlink_domains_have_as_many_nodes_each(
+    nodes: int, gpus_per_node: int, given: int | None, domain: int
+) -> None:
+    size = {"nodes": nodes, "gpus_per_node": gpus_per_node, "nvlink_domain_gpus": given}
+    cluster = resolve_cluster(recipe_of(cluster={"gpu": "gb200-nvl-186gb", **size}).cluster)
+    assert cluster.nvlink_domain_gpus == domain
+    assert cluster.nvlink_domains * domain == cluster.world_size
+
+
+def test_an_nvlink_domain_is_a_node_where_the_catalogue_names_none() -> None:
+    cluster = resolve_cluster(recipe_of(cluster={"nodes": 4}).cluster)
+    assert (cluster.nvlink_domain_gpus, cluster.nvlink_domains) == (8, 4)
+
+
 def test_inline_gpu_takes_the_named_fallback_links() -> None:
     gpu = InlineGpu(memory_gib=94, hbm_gbytes_per_second=2400, peak_tflops={"bf16": 800})
     cluster = resolve_cluster(recipe_of(cluster={"gpu": gpu}).cluster)

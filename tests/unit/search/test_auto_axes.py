@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.layout.axes import MAX_EXPERT_RANKS, expert_degrees
+from shardwright.layout.axes import (
+    MAX_EXPERT_RANKS,
+    MAX_TENSOR_RANKS,
+    expert_degrees,
+    tensor_degrees,
+)
+from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.layout_resolution import estimate_layout
 from shardwright.search.layout_search import search
@@ -64,6 +70,20 @@ def test_rows_are_cut_where_each_rank_keeps_a_long_piece() -> None:
     ) == {8}
     assert context_degrees(3 * MIN_TOKENS_PER_CONTEXT_RANK, 8) == (1, 2)
     assert context_degrees(100, 8) == (1,)
+
+
+def test_a_tensor_group_fills_an_nvlink_domain() -> None:
+    def degrees(axis: str, domain: int | None, length: int = 128) -> set[int]:
+        cluster = {"nodes": 8, "gpus_per_node": 1, "nvlink_domain_gpus": domain}
+        training = {"sequence_length": length, "global_batch_size": 64}
+        recipe = recipe_of(SMALL_LLAMA, cluster=cluster, training=training)
+        return tried(problem_of(recipe, graph_of(SMALL_LLAMA)), axis)
+
+    assert degrees("tensor", None) == {1} and degrees("tensor", 4) == {1, 2, 4}
+    wide = resolve_cluster(recipe_of(cluster={"nodes": 64, "nvlink_domain_gpus": 64}).cluster)
+    assert tensor_degrees(wide) == (1, 2, 4, 8, MAX_TENSOR_RANKS)
+    long = 8 * MIN_TOKENS_PER_CONTEXT_RANK
+    assert degrees("context", None, long) == {1} and degrees("context", 4, long) == {1, 2, 4}
 
 
 def test_pins_that_fill_the_world_leave_them_plain() -> None:

@@ -254,6 +254,27 @@ def test_tensor_groups_stay_inside_a_node() -> None:
     )
 
 
+def test_tensor_groups_may_fill_an_nvlink_domain() -> None:
+    split = {"nodes": 8, "gpus_per_node": 1, "nvlink_domain_gpus": 4}
+    assert codes(recipe_of(cluster=split), GOOD) == {}
+    eight = change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16)
+    wide = {**SMALL_LLAMA, "num_key_value_heads": 8}
+    assert codes(recipe_of(wide, cluster=split), eight, wide) == {"SW3112": "error"}
+
+
+def test_nodes_that_do_not_divide_over_nvlink_domains() -> None:
+    layout = change(tensor=1, pipeline=1, data=40, gradient_accumulation_steps=1)
+    cluster = {"nodes": 5, "gpus_per_node": 8, "gpu": "gb200-nvl-186gb", "nvlink_domain_gpus": 16}
+
+    def found(**changes: int) -> dict[str, str]:
+        training = {"global_batch_size": 40}
+        return codes(recipe_of(cluster={**cluster, **changes}, training=training), layout)
+
+    assert found() == {"SW3129": "warning"}
+    assert found(nvlink_domain_gpus=8) == found(nvlink_domain_gpus=72) == {}
+    assert found(nodes=10, gpus_per_node=4, nvlink_domain_gpus=20) == {}
+
+
 def test_dropout_runs_everywhere() -> None:
     assert codes(recipe_of(), GOOD, {**SMALL_GPT2, "attn_pdrop": 0.1}) == {}
 
@@ -351,6 +372,7 @@ def test_zero_3_between_nodes() -> None:
     slow: dict[str, object] = {"nodes": 2, "gpus_per_node": 4, "inter_node_gbits_per_second": 100.0}
     assert codes(recipe_of(cluster=slow), strategy) == {"SW3120": "warning"}
     assert codes(recipe_of(cluster={**slow, "inter_node_gbits_per_second": 200.0}), strategy) == {}
+    assert codes(recipe_of(cluster={**slow, "nvlink_domain_gpus": 8}), strategy) == {}
     assert codes(recipe_of(), strategy) == {}
 
 

@@ -269,3 +269,19 @@ def test_rows_of_a_million_tokens_plan_and_what_is_beyond_is_said(
         and "feed-forward layers in tiles" in refused
         and "does not have" in refused
     )
+
+
+def test_an_nvlink_domain_improves_the_plan() -> None:
+    """GB200 NVL72: hosts of 4 GPUs that NVLink joins."""
+
+    def best(domain: int | None) -> Estimate:
+        cluster = {"nodes": 16, "gpus_per_node": 4, "gpu": "gb200-nvl-186gb"}
+        training = {"sequence_length": 8192, "global_batch_size": 128}
+        recipe = recipe_of(
+            LLAMA_70B, cluster={**cluster, "nvlink_domain_gpus": domain}, training=training
+        )
+        return pick(recipe)
+
+    whole, hosts = best(None), best(4)
+    assert whole == best(72)
+    assert whole.time.step_seconds < 0.97 * hosts.time.step_seconds
