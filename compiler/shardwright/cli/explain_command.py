@@ -1,5 +1,6 @@
 """`shardwright explain`: what a diagnostic code means (SW1234); why a plan is what it is (of a
-recipe or of a compiled folder); why it is not another one (`--why-not`)."""
+recipe or of a compiled folder); why it is not another one (`--why-not`); how a profiled step
+differs from it (`--trace`)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import json
 import os
 import re
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.command_options import add_json, add_overrides
+from shardwright.cli.command_options import add_json, add_overrides, positive
 from shardwright.cli.terminal import error, print_diagnostics
 from shardwright.diagnostics import Refusal
 from shardwright.utils.json_values import JsonDocument, strict_json
@@ -35,6 +37,26 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         "tensor=8,pipeline=2, "
         "target, or islands (1: all nodes as one world)",
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="compare the plan with a real step, line by line: traces of torch.profiler (one a "
+        "rank, also .gz) and CUDA memory snapshots",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="how many steps the traces hold, where the profiler did not mark them (default 1)",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="write what the traces correct, for cluster.measured of the recipe",
+    )
     add_overrides(parser)
     add_json(parser)
 
@@ -48,7 +70,21 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.overrides and os.path.isdir(args.subject):
         error("--set changes a recipe; a compiled folder is what it is")
         return 1
+    if wrong := _usage_error(args):
+        error(wrong)
+        return 1
     try:
+        if args.trace is not None:
+            from shardwright.cli.explain_trace import run_explain_trace
+
+            return run_explain_trace(
+                args.subject,
+                args.overrides,
+                args.trace,
+                steps=args.steps,
+                calibrate=args.calibrate,
+                as_json=args.json,
+            )
         if args.why_not is not None:
             from shardwright.cli.explain_plan import run_why_not
 
@@ -80,12 +116,23 @@ def run_explain(args: argparse.Namespace) -> int:
         return 1
 
 
+def _usage_error(args: argparse.Namespace) -> str:
+    if args.trace is None:
+        alone = [name for name in ("steps", "calibrate") if getattr(args, name) is not None]
+        return f"--{alone[0]} needs --trace FILE" if alone else ""
+    if args.why_not is not None:
+        return "--trace and --why-not ask different questions: give one of them"
+    if args.calibrate is not None and not args.calibrate.parent.is_dir():
+        return f"--calibrate: {args.calibrate.parent} is not a folder"
+    return ""
+
+
 def _explain_code(args: argparse.Namespace) -> int:
     from shardwright.diagnostics.code_explanations import explanation
     from shardwright.diagnostics.code_registry import CODES
 
-    if args.why_not is not None or args.overrides:
-        error("--why-not and --set are for a recipe or a compiled folder")
+    if args.why_not is not None or args.overrides or args.trace is not None:
+        error("--why-not, --trace and --set are for a recipe or a compiled folder")
         return 1
     code = args.subject.upper()
     if not re.fullmatch(r"SW\d{4}", code):

@@ -233,6 +233,63 @@ class _MicroBatchCosts:
             {"none": 0.0, "selective": selective, "full": max(floor, forward - unread)}[mode],
         )
 
+    def decoder_kernels(self, kind: LayerShape) -> tuple[KernelSeconds, KernelSeconds]:
+        """Split `decoder`'s forward and backward seconds by kind of kernel."""
+        passes, outside, inside = (
+            self.decoder(kind),
+            self._products(kind, in_attention=False),
+            self._products(kind, in_attention=True),
+        )
+        scores, moved, products = self._scores(kind), sum(self._moved(kind)), 0.0
+        if self.graph.attention == "eager":
+            heads = self.s.micro_batch_size * self.graph.attention_heads
+            products = kind.attention_flops and eager_attention_seconds(
+                self.device,
+                self.c,
+                heads=heads / (self.shapes.attention_degree * self.s.context),
+                head_dim=self.graph.head_dim,
+                length=self.length,
+                passes=0,
+            )
+
+        def split(at: int, over_forward: float) -> KernelSeconds:
+            own = products * over_forward
+            in_products = outside[at] + inside[at] + own
+            eager = scores[at] - own if self.graph.attention == "eager" else 0.0
+            attention = 0.0 if self.graph.attention == "eager" else scores[at]
+            memory_bound = over_forward * moved + eager
+            host = passes[at] - in_products - attention - memory_bound
+            return _kernels(
+                products=in_products,
+                attention=attention,
+                memory_bound=memory_bound,
+                host=max(0.0, host),
+            )
+
+        return split(0, 1.0), split(1, BACKWARD_OVER_FORWARD)
+
+    def end_kernels(
+        self, which: str, width: int, forward: float, backward: float
+    ) -> tuple[KernelSeconds, KernelSeconds]:
+        """Split the embedding's or the head's seconds. A vision encoder counts as products."""
+        lookup = traffic_seconds(
+            self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element
+        )
+        if which == "embedding":
+            products = (forward - lookup, backward - BACKWARD_OVER_FORWARD * lookup)
+        elif self.graph.task_traits.compares_pairs:
+            rows = self.s.micro_batch_size
+            products = self._product(rows, self.graph.features, self.graph.hidden_size, 1)
+        else:
+            multiple = self.kernels.vocabulary_multiple
+            width = -(-width // multiple) * multiple
+            products = self._product(self.tokens, width, self.graph.hidden_size, 1)
+        ahead, back = (
+            _kernels(products=(own := min(max(0.0, p), whole)), memory_bound=whole - own)
+            for p, whole in zip(products, (float(forward), float(backward)), strict=True)
+        )
+        return ahead, back
+
     def embedding(self) -> tuple[float, float, float]:
         """Cost the lookup: rows read and written, their gradients accumulated; and the vision
         encoder."""
@@ -688,3 +745,97 @@ def pipeline_send_seconds(priced: PricedLayout) -> float:
     if share > 1 and not s.sequence_parallel:
         seconds += gather_seconds(cluster, c, priced.group(s.tensor, 1), message)
     return seconds / 2 if priced.traits.bidirectional_p2p and s.virtual_stages == 1 else seconds
+
+
+# The same seconds by kind of kernel, for a comparison with a profiled step.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSeconds:
+    """Split a micro-batch's compute on a pipeline rank by kind of kernel.
+
+    attention: fused attention; the products of eager attention are products
+    memory_bound: everything else that the device computes
+    host: the device waits for the host's launches
+    """
+
+    products: float
+    attention: float
+    memory_bound: float
+    host: float
+
+    def __add__(self, other: KernelSeconds) -> KernelSeconds:
+        return KernelSeconds(
+            products=self.products + other.products,
+            attention=self.attention + other.attention,
+            memory_bound=self.memory_bound + other.memory_bound,
+            host=self.host + other.host,
+        )
+
+    def scaled_to(self, seconds: float) -> KernelSeconds:
+        """Return the same shares of other seconds; without shares all of them are memory-bound."""
+        total = self.products + self.attention + self.memory_bound + self.host
+        if not total:
+            return _kernels(memory_bound=seconds)
+        share = seconds / total
+        return KernelSeconds(
+            products=self.products * share,
+            attention=self.attention * share,
+            memory_bound=self.memory_bound * share,
+            host=self.host * share,
+        )
+
+
+def _kernels(
+    *,
+    products: float = 0.0,
+    attention: float = 0.0,
+    memory_bound: float = 0.0,
+    host: float = 0.0,
+) -> KernelSeconds:
+    return KernelSeconds(
+        products=products, attention=attention, memory_bound=memory_bound, host=host
+    )
+
+
+def kernel_seconds(priced: PricedLayout, rank: int) -> KernelSeconds | None:
+    """Return the kinds of a micro-batch's `stage_seconds(...).compute` on a pipeline rank, which
+    they add up to; None where `assume.mfu` prices all kernels as one."""
+    if priced.recipe.assume.mfu is not None:
+        return None
+    recipe, graph, gpu, s = priced.recipe, priced.graph, priced.cluster.gpu, priced.strategy
+    model = _MicroBatchCosts(recipe, graph, gpu, s, priced.constants)
+    kinds = [model.decoder_kernels(kind) for kind in priced.shapes.kinds]
+    seconds = layer_seconds(recipe, graph, gpu, s, priced.constants)
+    forward, backward, again = (
+        _each(part) for part in (seconds.forward, seconds.backward, seconds.recompute)
+    )
+    accumulated = _accumulation_seconds(priced)
+    found = _kernels(host=micro_batch_overhead_seconds(priced))
+    for block in priced.ranks[rank]:
+        recomputed_stop = priced.checkpointed_stop(block.start, block.stop)
+        for at in range(block.start, block.stop):
+            kind = priced.shapes.kind_of[at]
+            if kind < 0:
+                passes = model.end_kernels(
+                    graph.layers[at].kind, priced.shapes.head_width, forward[at], backward[at]
+                )
+            else:
+                ahead, back = kinds[kind]
+                passes = ahead.scaled_to(float(forward[at])), back.scaled_to(float(backward[at]))
+            found += passes[0] + passes[1] + _kernels(memory_bound=float(accumulated[at]))
+            is_recomputed = priced.checkpointed_activations is None or (
+                at < recomputed_stop or kind < 0
+            )
+            if again[at] and is_recomputed:
+                found += _recomputed_kernels(passes[0], float(again[at]), s.checkpointing)
+    return found
+
+
+def _recomputed_kernels(forward: KernelSeconds, seconds: float, mode: str) -> KernelSeconds:
+    """Split recomputation as the forward pass; what "selective" recomputes is attention first."""
+    if mode != "selective":
+        return forward.scaled_to(seconds)
+    attention = min(seconds, forward.attention)
+    rest = replace(forward, attention=0.0).scaled_to(seconds - attention)
+    return rest + _kernels(attention=attention)
