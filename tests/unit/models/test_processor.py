@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
@@ -45,7 +46,7 @@ def test_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             )
 
     monkeypatch.setattr(image_processor, "requires_backends", placeholder)
-    monkeypatch.setattr(image_processor.transformers, "LlavaProcessor", Placeholder)
+    monkeypatch.setattr(transformers, "LlavaProcessor", Placeholder)
     with pytest.raises(MissingPackage, match="torchvision"):
         load_processor(tmp_path)
     with pytest.raises(Refusal) as refused:
