@@ -228,6 +228,7 @@ class StarterSettings:
 def starter_recipe_yaml(settings: StarterSettings, source: str) -> str:
     """Return YAML with a comment for each decision. source: the model's absolute folder, or its hub
     id. An unknown GPU or model gets a recipe too: the check that follows says what is wrong."""
+    from shardwright.layout.formats import FORMATS
     from shardwright.layout.gpu_cluster import catalogue
 
     entry = catalogue()["gpus"].get(settings.gpu)
@@ -261,7 +262,7 @@ def starter_recipe_yaml(settings: StarterSettings, source: str) -> str:
         batch=batch,
         step_tokens=f"{batch * length:,}",
         precision=precision,
-        precisions=", ".join(peaks),
+        precisions=", ".join(name for name in peaks if name in FORMATS),
         weights=_PRETRAINED if settings.has_weights else _RANDOM,
         lr=_FINE_TUNING if settings.has_weights else _FROM_SCRATCH,
     )

@@ -14,7 +14,7 @@ from typing import NotRequired, TypedDict
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
 from shardwright.recipe.literal_types import Fabric
-from shardwright.recipe.recipe_types import ClusterSection
+from shardwright.recipe.recipe_types import AttentionRates, ClusterSection, InlineGpu
 
 # The resolved cluster.
 
@@ -31,6 +31,8 @@ class Gpu:
     fused_attention_gain: rate of fused attention's products over FlashAttention-2's on an A100
     softmax_gain: the same for its exponentials
     best_product_flops: the fastest dense half-precision product that was measured; None without one
+    attention_flops: measured FLOP/s of fused causal attention on long sequences, half the scores
+        counted, forward and backward; None without a recipe's own
     """
 
     name: str
@@ -44,6 +46,7 @@ class Gpu:
     fused_attention_gain: float = 1.0
     softmax_gain: float = 1.0
     best_product_flops: float | None = None
+    attention_flops: tuple[float, float] | None = None
 
     @property
     def kind(self) -> DeviceKind:
@@ -118,7 +121,6 @@ class InlineGpuDefaults(TypedDict):
     """
 
     cache_mib: float
-    compute_units: int
     watts: float | None
     intra_node_gbytes_per_second: float
     inter_node_gbits_per_second: float
@@ -132,6 +134,7 @@ class InlineGpuDefaults(TypedDict):
 
 class CatalogueGpu(InlineGpuDefaults):
     memory_gib: float
+    compute_units: int
     hbm_gbytes_per_second: float
     peak_tflops: dict[str, float]
 
@@ -180,16 +183,11 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     if errors := gpu_errors(section):
         raise Refusal(*errors)
     chip: CatalogueGpu
+    attention: AttentionRates | None = None
     if isinstance(section.gpu, str):
         name, chip = section.gpu, catalogue()["gpus"][section.gpu]
     else:
-        name, inline = "inline", section.gpu
-        chip = {
-            **catalogue()["inline_gpu"],
-            "memory_gib": inline.memory_gib,
-            "hbm_gbytes_per_second": inline.hbm_gbytes_per_second,
-            "peak_tflops": dict(inline.peak_tflops),
-        }
+        name, chip, attention = "inline", _inline_chip(section.gpu), section.gpu.attention
     gpu = Gpu(
         name=name,
         memory_gib=chip["memory_gib"],
@@ -204,6 +202,9 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
         best_product_flops=None
         if chip["best_product_tflops"] is None
         else chip["best_product_tflops"] * 1e12,
+        attention_flops=None
+        if attention is None
+        else (attention.forward_tflops * 1e12, attention.backward_tflops * 1e12),
     )
     intra = section.intra_node_gbytes_per_second or chip["intra_node_gbytes_per_second"]
     inter = section.inter_node_gbits_per_second or chip["inter_node_gbits_per_second"]
@@ -225,6 +226,32 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     )
     cluster.verify()
     return cluster
+
+
+UNIT_FP32_TFLOPS = 0.512  # 128 lanes, two FLOPs each, at 2 GHz: Hopper, Blackwell and CDNA 3
+HALF_OVER_FP32_PEAK = 16  # of an A100's and an MI355X's tensor cores over its vector units
+
+
+def _inline_chip(gpu: InlineGpu) -> CatalogueGpu:
+    """Return an inline GPU with what the recipe leaves out.
+
+    Its compute units follow from its peaks. Without watts no power limit is modelled, and without
+    a cache none is counted on.
+    """
+    chip = catalogue()["inline_gpu"]
+    fp32 = gpu.peak_tflops.get("fp32")
+    if fp32 is None:
+        peaks = [gpu.peak_tflops[half] for half in ("bf16", "fp16") if half in gpu.peak_tflops]
+        fp32 = max(peaks or gpu.peak_tflops.values()) / HALF_OVER_FP32_PEAK
+    return {
+        **chip,
+        "memory_gib": gpu.memory_gib,
+        "hbm_gbytes_per_second": gpu.hbm_gbytes_per_second,
+        "peak_tflops": dict(gpu.peak_tflops),
+        "watts": gpu.watts,
+        "cache_mib": chip["cache_mib"] if gpu.cache_mib is None else gpu.cache_mib,
+        "compute_units": gpu.compute_units or max(1, round(fp32 / UNIT_FP32_TFLOPS)),
+    }
 
 
 def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:

@@ -78,10 +78,25 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRates:
+    """Holds measured rates of fused causal attention on long sequences, half the scores counted."""
+
+    forward_tflops: float
+    backward_tflops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InlineGpu:
+    """Describes a GPU that the catalogue lacks. peak_tflops: dense, by precision. The rest is None
+    where the recipe leaves it out (layout/gpu_cluster.py says what that means)."""
+
     memory_gib: float
     hbm_gbytes_per_second: float
-    peak_tflops: Mapping[str, float]  # precision -> dense TFLOP/s
+    peak_tflops: Mapping[str, float]
+    watts: float | None = None
+    compute_units: int | None = None
+    cache_mib: float | None = None
+    attention: AttentionRates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def missing_peak_error(precision: Precision, cluster: Cluster) -> Diagnostic | N
             "Choose a precision that the GPU computes in, or give its peak in an inline gpu's "
             "peak_tflops."
         ),
-        tuple(cluster.gpu.peak_flops),
+        tuple(name for name in cluster.gpu.peak_flops if name in FORMATS),
     )
 
 

@@ -69,7 +69,14 @@ def _faster_gpu(cluster: Cluster) -> Cluster:
     peaks = {precision: flops * MORE_FACTOR for precision, flops in gpu.peak_flops.items()}
     watts = None if gpu.watts is None else gpu.watts * MORE_FACTOR
     best = None if gpu.best_product_flops is None else gpu.best_product_flops * MORE_FACTOR
-    return _with_gpu(cluster, peak_flops=peaks, watts=watts, best_product_flops=best)
+    rates = gpu.attention_flops
+    return _with_gpu(
+        cluster,
+        peak_flops=peaks,
+        watts=watts,
+        best_product_flops=best,
+        attention_flops=None if rates is None else tuple(rate * MORE_FACTOR for rate in rates),
+    )
 
 
 def _with_gpu(cluster: Cluster, **changes: object) -> Cluster:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.layout.gpu_cluster import catalogue, resolve_cluster
-from shardwright.recipe.recipe_types import InlineGpu
+from shardwright.layout.gpu_cluster import Gpu, catalogue, resolve_cluster
+from shardwright.recipe.recipe_types import AttentionRates, InlineGpu
 from tests.unit.models.factory import recipe_of
 
 
@@ -83,6 +85,30 @@ def test_inline_gpu_takes_the_named_fallback_links() -> None:
     assert cluster.gpu.watts == fallback["watts"] and set(fallback["sources"]) == set(fallback) - {
         "sources"
     }
+
+
+def test_what_an_inline_gpu_leaves_out_is_no_h100s() -> None:
+    """No power limit, no cache, and as many compute units as its peaks tell."""
+
+    def resolved(**given: Any) -> Gpu:
+        gpu = InlineGpu(**{"memory_gib": 96, "hbm_gbytes_per_second": 4000, **given})
+        return resolve_cluster(recipe_of(cluster={"gpu": gpu}).cluster).gpu
+
+    h20 = {"bf16": 148.0, "fp32": 44.0}
+    bare = resolved(peak_tflops=h20)
+    assert (bare.watts, bare.cache_bytes, bare.attention_flops) == (None, 0, None)
+    assert bare.compute_units == 86  # 78 in fact
+    assert resolved(peak_tflops={"fp16": 819.2}).compute_units == 100
+    assert resolved(peak_tflops={"bf16": 0.05}).compute_units == 1
+    whole = resolved(
+        peak_tflops=h20,
+        watts=400.0,
+        compute_units=78,
+        cache_mib=60.0,
+        attention=AttentionRates(forward_tflops=100.0, backward_tflops=90.0),
+    )
+    assert (whole.watts, whole.compute_units, whole.cache_bytes) == (400.0, 78, 60 * 2**20)
+    assert whole.attention_flops == (100e12, 90e12)
 
 
 @pytest.mark.parametrize(

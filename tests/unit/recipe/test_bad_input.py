@@ -59,6 +59,12 @@ def only(found: Refusal) -> Diagnostic:
     return found.diagnostics[0]
 
 
+def inline(keys: str) -> str:
+    """Return the recipe with an inline GPU that has these keys too."""
+    gpu = "{memory_gib: 80, hbm_gbytes_per_second: 3350, peak_tflops: {bf16: 989}, "
+    return changed("gpu: cpu", f"gpu: {gpu}{keys}}}")
+
+
 def changed(old: str, new: str) -> str:
     assert old in GOOD
     return GOOD.replace(old, new)
@@ -157,6 +163,15 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
         (changed("gpu: cpu", "gpu: cpu\n  node_mtbf_hours: 0"), "SW1104", 9),
         (changed("gpu: cpu", "gpu: cpu\n  node_mtbf_hours: -3"), "SW1104", 9),
         (changed("gpu: cpu", "gpu: cpu\n  node_mtbf_hours: 54 days"), "SW1102", 9),
+        (inline("watts: 0"), "SW1104", 8),
+        (inline("watts: a lot"), "SW1102", 8),
+        (inline("compute_units: 1.5"), "SW1102", 8),
+        (inline("compute_units: 0"), "SW1104", 8),
+        (inline("cache_mib: -1"), "SW1104", 8),
+        (inline("attention: {forward_tflops: 300}"), "SW1105", 8),
+        (inline("attention: {forward_tflops: 0, backward_tflops: 1}"), "SW1104", 8),
+        (inline("attention: 300"), "SW1102", 8),
+        (inline("attention: {forward_tflops: 9, backward_tflops: 9, dim: 64}"), "SW1101", 8),
         (changed("gpu: cpu", "gpu: cpu\n  nvlink_domain_gpus: 0"), "SW1104", 9),
         (changed("gpu: cpu", "gpu: cpu\n  nvlink_domain_gpus: 7.5"), "SW1102", 9),
         (changed("gpu: cpu", "gpu: cpu\n  nvlink_domain_gpus: a rack"), "SW1102", 9),

@@ -16,7 +16,7 @@ from shardwright.diagnostics.diagnostic_rendering import location_of
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
 from shardwright.recipe.recipe_tree import yaml_scalar_value
-from shardwright.recipe.recipe_types import InlineGpu, Recipe
+from shardwright.recipe.recipe_types import AttentionRates, InlineGpu, Recipe
 from shardwright.utils.json_values import JsonValue
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 
@@ -146,6 +146,18 @@ def test_inline_gpu(tmp_path: Path) -> None:
     found = load(GOOD.replace("gpu: cpu", f"gpu: {gpu}"), tmp_path).cluster.gpu
     assert found == InlineGpu(
         memory_gib=80.0, hbm_gbytes_per_second=3350.0, peak_tflops={"bf16": 989.0}
+    )
+    more = "fp8: 1979}, watts: 350, compute_units: 114, cache_mib: 50, attention: "
+    gpu = gpu.replace("}}", ", " + more + "{forward_tflops: 340, backward_tflops: 250}}")
+    found = load(GOOD.replace("gpu: cpu", f"gpu: {gpu}"), tmp_path).cluster.gpu
+    assert found == InlineGpu(
+        memory_gib=80.0,
+        hbm_gbytes_per_second=3350.0,
+        peak_tflops={"bf16": 989.0, "fp8": 1979.0},
+        watts=350.0,
+        compute_units=114,
+        cache_mib=50.0,
+        attention=AttentionRates(forward_tflops=340.0, backward_tflops=250.0),
     )
 
 
