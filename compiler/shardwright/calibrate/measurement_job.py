@@ -86,11 +86,12 @@ def measurement_plan(problem: Problem, ranked: Sequence[Estimate]) -> Measuremen
 def _layers(problem: Problem, strategies: Sequence[Layout], tensor: int) -> LayerCases:
     longest = max(1, MOST_TOKENS // problem.recipe.training.sequence_length)
     sizes = {min(s.micro_batch_size, longest) for s in strategies} or {1}
-    modes = tuple(dict.fromkeys(s.checkpointing for s in strategies if not s.sequence_parallel))
+    modes = dict.fromkeys(s.checkpointing for s in strategies if not s.sequence_parallel)
     return LayerCases(
         tensor=tensor,
         micro_batches=pick_micro_batch_sizes(sizes),
-        checkpointing=("none", *(mode for mode in modes if mode != "none")),
+        # Lists of modules are Megatron-Core's; the layers that are measured are Hugging Face's.
+        checkpointing=("none", *(m for m in modes if not isinstance(m, tuple) and m != "none")),
     )
 
 

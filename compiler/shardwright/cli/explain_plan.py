@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -525,6 +526,10 @@ def run_why_not(name: str, overrides: Sequence[str], words: str, *, as_json: boo
     return 0
 
 
+_COMMA = re.compile(r",(?![^\[{]*[\]}])")
+"""Separates keys; a list of modules has commas inside its brackets."""
+
+
 def parse_why_not_request(words: str) -> dict[str, str]:
     """Parse `tensor=8,pipeline=2` into keys and values as written. Raises Refusal: SW3303."""
     from shardwright.recipe.recipe_types import ParallelismSection
@@ -532,7 +537,7 @@ def parse_why_not_request(words: str) -> dict[str, str]:
     known = [*(field.name for field in dataclasses.fields(ParallelismSection)), TARGET, ISLANDS]
     wrong: list[Diagnostic] = []
     request: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in words.split(","))):
+    for part in filter(None, map(str.strip, _COMMA.split(words))):
         key, equals, value = (text.strip() for text in part.partition("="))
         key = key.removeprefix("parallelism.").removeprefix("cluster.")
         if not equals or not value:

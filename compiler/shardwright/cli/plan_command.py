@@ -31,7 +31,7 @@ from shardwright.cli.terminal import (
 )
 from shardwright.cost.prediction_errors import error_benchmark
 from shardwright.diagnostics import Refusal
-from shardwright.layout.axes import AXES, Axis
+from shardwright.layout.axes import AXES, Axis, value_text
 from shardwright.layout.layout import Layout, auto_by_default_axes
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
@@ -498,7 +498,7 @@ def _cells(
         " x ".join(str(s.values()[axis]) for axis in axes),
         str(s.zero_stage),
         f"{s.micro_batch_size} x {s.gradient_accumulation_steps}",
-        str(s.activation_checkpointing),
+        value_text(s.activation_checkpointing),
         f"{peak / GIB:.1f} / {capacity / GIB:.1f} {free_memory_text(e.memory)}",
         f"{step:.3g}" + ("" if e.error.step_time is None else f" ± {step * e.error.step_time:.2g}"),
         f"{e.time.tokens_per_second_per_gpu:,.0f}",

@@ -17,7 +17,7 @@ from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Time
 from shardwright.models.model_graph import ModelGraph
-from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
+from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
 from shardwright.recipe.measurements import (
     EngineMeasurement,
     Measurements,
@@ -121,7 +121,7 @@ def measured_layer_seconds(
 
 
 def measured_activation_bytes(
-    recipe: Recipe, graph: ModelGraph, s: Layout, place: int, checkpointing: Checkpointing
+    recipe: Recipe, graph: ModelGraph, s: Layout, place: int, checkpointing: LayerCheckpointing
 ) -> float | None:
     """Return a decoder layer's saved activation bytes of one micro-batch on a rank; None if not
     measured."""
@@ -140,7 +140,12 @@ def representative_layers(kind_of: Sequence[int]) -> tuple[int, ...]:
 
 
 def _measured(
-    recipe: Recipe, graph: ModelGraph, s: Layout, place: int, checkpointing: str, part: Part
+    recipe: Recipe,
+    graph: ModelGraph,
+    s: Layout,
+    place: int,
+    checkpointing: LayerCheckpointing,
+    part: Part,
 ) -> float | None:
     """Interpolate linearly between measured micro-batches, and extrapolate beyond them."""
     found = calibration_for(recipe, graph)

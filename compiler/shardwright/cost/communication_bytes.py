@@ -201,11 +201,20 @@ def layer_all_reduces(priced: PricedLayout) -> LayerAllReduces:
     elif recompute_stops_early(priced.graph, priced.kernels):
         # The last product's all-reduce is skipped together with the product.
         recomputed = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}
-    recomputed_attention, recomputed_feed_forward = recomputed[s.checkpointing]
+    # Modules repeat none but the feed-forward network's (see repeats_feed_forward_reduce).
+    recomputed_attention, recomputed_feed_forward = recomputed.get(str(s.checkpointing), (0, 0))
     return LayerAllReduces(
         attention + feed_forward,
         recomputed_attention * attention + recomputed_feed_forward * feed_forward,
     )
+
+
+def repeats_feed_forward_reduce(priced: PricedLayout, kind: LayerShape) -> bool:
+    """Return whether recompute_modules repeat the all-reduce of a layer's feed-forward network."""
+    modules = priced.strategy.checkpointing
+    if not isinstance(modules, tuple) or priced.shapes.feed_forward_degree == 1:
+        return False
+    return ("moe" if kind.experts_per_token else "mlp") in modules
 
 
 def hidden_state_bytes(priced: PricedLayout) -> int:
@@ -325,12 +334,17 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
         tied = float(shapes.shared_numel * element_bytes(priced.accumulation_dtype))
     inputs = sum((kind.gathered_features - kind.gathered_outputs) // 2 for kind in layers)
     outputs = sum(kind.gathered_outputs for kind in layers)
+    repeated = sum(repeats_feed_forward_reduce(priced, kind) for kind in layers)
     count, sends = (
-        len(layers) * 2 * reductions.forward + len(recomputed) * reductions.recompute + ends,
+        len(layers) * 2 * reductions.forward
+        + len(recomputed) * reductions.recompute
+        + repeated
+        + ends,
         pipeline_sends(priced, rank),
     )
     shares = s.message_shards
-    dispatched = [*layers, *layers, *(recomputed if s.checkpointing == "full" else [])]
+    dispatched = [*layers, *layers, *(recomputed if s.recomputes_experts else [])]
+    attended = [*layers, *layers, *(recomputed if s.recomputes_attention else [])]
     sharers = s.tensor if s.sequence_parallel else 1
     return StepTraffic(
         expert_all_to_all=m
@@ -338,7 +352,7 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
         / sharers
         if s.expert > 1
         else 0.0,
-        context_all_to_all=m * (2 * len(layers) + len(recomputed)) * context_exchange_bytes(priced)
+        context_all_to_all=m * len(attended) * context_exchange_bytes(priced)
         if s.context > 1
         else 0.0,
         tensor_all_reduce=m * (count * hidden + inputs * priced.tokens * priced.element_bytes)

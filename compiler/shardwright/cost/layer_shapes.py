@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwright.engines.run_profiles import KernelProfile
 from shardwright.layout.tensor_parallel_map import (
@@ -26,7 +27,12 @@ from shardwright.models.model_graph import (
     name_pattern,
     saved_activations_entry,
 )
-from shardwright.recipe.literal_types import Checkpointing
+from shardwright.models.model_graph import SavedActivations as SavedActivationsEntry
+from shardwright.recipe.literal_types import (
+    LayerCheckpointing,
+    RecomputedModules,
+    RecomputeModule,
+)
 from shardwright.utils.memoize import memoize
 
 
@@ -37,12 +43,14 @@ class Product:
     n, k: local widths
     batch: local experts (1 elsewhere)
     in_attention: belongs to the attention module
+    module: the module of recompute_modules that contains it; "" where none does
     """
 
     n: int
     k: int
     batch: int
     in_attention: bool
+    module: RecomputeModule | Literal[""] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +88,15 @@ class LayerShape:
     expert_numel: int = 0
     experts_per_token: int = 0
     expert_features: int = 0
+
+    def activated_expert_features(self, hidden_size: int) -> int:
+        """Return the local width of the experts' activated features, over a token's experts."""
+        last = [p for p in self.products if p.batch > 1][-1:]
+        return sum(p.n + p.k - hidden_size for p in last) * self.experts_per_token
+
+    def inner_features(self, module: RecomputeModule, hidden_size: int) -> int:
+        """Return the local width of all that a feed-forward module computes inside."""
+        return sum(p.n + p.k - hidden_size for p in self.products if p.module == module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +271,14 @@ def _split_layer(
         experts_per_token=_experts_per_token(layer, [p for p, _ in experts]),
         expert_features=sum(shape[-1] + shape[-2] for _, shape in experts if len(shape) == 3),
         products=tuple(
-            _product(shape, transposed, p.name.startswith(attention))
+            _product(
+                shape,
+                transposed,
+                p.name.startswith(attention),
+                _recompute_module(
+                    layer, p, p.name.startswith(attention), has_experts=bool(experts)
+                ),
+            )
             for p, shape in shards
             if len(shape) in (2, 3)
         ),
@@ -299,11 +323,49 @@ def recomputed_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
     return products[1::2]
 
 
-def _product(shape: tuple[int, ...], transposed: bool, in_attention: bool) -> Product:
+def _product(
+    shape: tuple[int, ...],
+    transposed: bool,
+    in_attention: bool,
+    module: RecomputeModule | Literal[""],
+) -> Product:
     out, into = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
     return Product(
-        n=out, k=into, batch=shape[0] if len(shape) == 3 else 1, in_attention=in_attention
+        n=out,
+        k=into,
+        batch=shape[0] if len(shape) == 3 else 1,
+        in_attention=in_attention,
+        module=module,
     )
+
+
+_QUERY_UP, _KEY_VALUE_UP, _KEY_VALUE_DOWN = (
+    ("q_b_proj", "q_proj"),
+    "kv_b_proj",
+    "kv_a_proj_with_mqa",
+)
+"""Names latent attention's projections, as Hugging Face does (arXiv 2405.04434, 2.1)."""
+
+
+def _linear(parameter: Parameter) -> str:
+    return parameter.name.rpartition(".")[0].rpartition(".")[2]
+
+
+def has_latent_attention(layer: Layer) -> bool:
+    """Return whether the layer projects keys and values up from a latent."""
+    return any(_linear(p) == _KEY_VALUE_UP for p in layer.parameters)
+
+
+def _recompute_module(
+    layer: Layer, parameter: Parameter, in_attention: bool, *, has_experts: bool
+) -> RecomputeModule | Literal[""]:
+    """Return the module of Megatron-Core's recompute_modules that a matrix belongs to."""
+    if in_attention:
+        is_up = _linear(parameter) in (*_QUERY_UP, _KEY_VALUE_UP) and has_latent_attention(layer)
+        return "mla_up_proj" if is_up else ""
+    if not has_experts:
+        return "mlp"
+    return "shared_experts" if ".shared_expert" in parameter.name else "moe"
 
 
 def _norms(layer: Layer, hidden: int, *, with_bias: bool) -> int:
@@ -372,17 +434,46 @@ def uses_selective_op(graph: ModelGraph, kernels: KernelProfile) -> bool:
     return kernels.selective_by_operator and not experts
 
 
-@memoize(lambda graph, *how: (graph.identity, *how))
+@memoize(lambda graph, *how, **norms: (graph.identity, *how, *norms.values()))
 def activations(
     graph: ModelGraph,
     sequence_length: int,
     element_bytes: int,
-    checkpointing: Checkpointing,
+    checkpointing: LayerCheckpointing,
     kernels: KernelProfile,
+    *,
+    norms_are_fused: bool = False,
 ) -> SavedActivations:
+    """Return what the layers save for the backward pass.
+
+    norms_are_fused: linears contain the norms before them, where they can (see dropped_by_modules)
+    """
     by_product = uses_selective_op(graph, kernels)
 
-    def share(layer: Layer, mode: Checkpointing) -> ActivationBytes:
+    def share(layer: Layer, mode: LayerCheckpointing) -> ActivationBytes:
+        if isinstance(mode, tuple):
+            saved_all = share(layer, "none")
+            if layer.kind != "decoder":
+                return saved_all
+            dropped = dropped_by_modules(
+                graph,
+                layer,
+                mode,
+                ModuleSizes(
+                    length=sequence_length,
+                    element_bytes=element_bytes,
+                    feed_forward_bytes=share(layer, "selective").sharded,
+                    score_bytes=_score_bytes(graph, layer, sequence_length, element_bytes, kernels),
+                    norms_are_fused=norms_are_fused,
+                ),
+            )
+            return ActivationBytes(
+                replicated=max(
+                    graph.hidden_size * sequence_length * element_bytes,
+                    saved_all.replicated - dropped.replicated,
+                ),
+                sharded=max(0.0, saved_all.sharded - dropped.sharded),
+            )
         if mode == "selective" and by_product and layer.kind == "decoder":
             return _selective_op_bytes(graph, layer, sequence_length * element_bytes, kernels)
         saved = (
@@ -433,6 +524,95 @@ def activations(
             replicated=0 if context is None else context.unsharded_bytes(sequence_length), sharded=0
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSizes:
+    """Hold what dropped_by_modules needs of a layer beside its shapes.
+
+    length: tokens of a sequence
+    feed_forward_bytes: saved inside the feed-forward network or the mixture, sharded over tensor
+        ranks
+    score_bytes: saved S x S scores, which fused attention does not save
+    norms_are_fused: a linear of Transformer Engine contains the norm before it, which saves the
+        norm's result all the same; only norms before a mixture or latent attention stand alone
+    """
+
+    length: int
+    element_bytes: int
+    feed_forward_bytes: float
+    score_bytes: float
+    norms_are_fused: bool
+
+
+def dropped_by_modules(
+    graph: ModelGraph, layer: Layer, modules: RecomputedModules, sizes: ModuleSizes
+) -> ActivationBytes:
+    """Return the bytes of a sequence that Megatron-Core's recompute_modules do not save.
+
+    layernorm, moe_act and mla_up_proj discard their outputs, which their consumers would save
+    (CheckpointWithoutOutput, megatron/core/tensor_parallel/random.py). The other modules are
+    checkpointed whole: their inputs stay saved, what lies inside does not. Core attention's output
+    is its consumer's input; inside of it are the scores, or fused attention's log-sum-exp in
+    float32.
+    """
+    shapes = model_shapes(graph, 1)
+    kind = shapes.kinds[shapes.kind_of[graph.layers.index(layer)]]
+    hidden, has_experts = graph.hidden_size, kind.experts_per_token > 0
+    features_bytes = sizes.length * sizes.element_bytes
+    norms = 2
+    if sizes.norms_are_fused:
+        norms = has_experts + has_latent_attention(layer)
+    latent = sum(p.n for p in kind.products if p.module == "mla_up_proj")
+    for p in layer.parameters:
+        if latent and _linear(p) == _KEY_VALUE_DOWN:
+            # The keys' rotary part is one for all heads, and copied to each.
+            rank = max(x.shape[1] for x in layer.parameters if _linear(x) == _KEY_VALUE_UP)
+            latent += graph.attention_heads * (p.shape[0] - rank)
+    within_mixture = 0.0 if "moe" in modules else float(features_bytes)
+    sharded = {
+        "core_attn": sizes.score_bytes + 4.0 * graph.attention_heads * sizes.length,
+        "mla_up_proj": latent * features_bytes,
+        "mlp": 0.0 if has_experts else sizes.feed_forward_bytes,
+        "moe": sizes.feed_forward_bytes if has_experts else 0.0,
+        "moe_act": within_mixture * kind.activated_expert_features(hidden),
+        "shared_experts": within_mixture * kind.inner_features("shared_experts", hidden),
+    }
+    return ActivationBytes(
+        replicated=norms * hidden * features_bytes if "layernorm" in modules else 0.0,
+        sharded=sum(sharded.get(module, 0.0) for module in modules),
+    )
+
+
+def _score_bytes(
+    graph: ModelGraph, layer: Layer, length: int, element_bytes: int, kernels: KernelProfile
+) -> float:
+    """Return the saved bytes of a layer's S x S scores of a sequence."""
+    traced = [
+        saved_activations_entry(layer.kept, mode, element_bytes, length)
+        for mode in ("none", "selective")
+        if kernels.traces_activations
+    ]
+    match traced:
+        case [SavedActivationsEntry() as every, SavedActivationsEntry() as without]:
+            pairs = every.sharded_bytes_per_token_pair - without.sharded_bytes_per_token_pair
+            return float(max(0, pairs)) * length**2
+    scores = layer.attention_matrix_elements_per_token_per_position
+    return float(scores * (graph.attention == "eager")) * length**2 * element_bytes
+
+
+def recomputed_product_flops(kind: LayerShape, modules: RecomputedModules, tensor: int) -> int:
+    """Count the FLOPs of a token in the products of these modules, over all tensor ranks.
+
+    kind: on one of `tensor` ranks
+    """
+    inside = kind.matmul_flops - kind.attention_module_flops
+    feed_forward = "moe" if kind.experts_per_token else "mlp"
+    others = ("mla_up_proj",) if feed_forward in modules else ("mla_up_proj", "shared_experts")
+    single = sum(
+        2 * p.n * p.k * tensor for p in kind.products if p.module in modules and p.module in others
+    )
+    return single + (inside if feed_forward in modules else 0)
 
 
 def _formula_bytes(

@@ -23,6 +23,7 @@ from shardwright.cost.communication_bytes import (
     expert_exchange_seconds,
     hidden_state_bytes,
     layer_all_reduces,
+    repeats_feed_forward_reduce,
 )
 from shardwright.cost.cost_constants import Constants
 from shardwright.cost.kernel_seconds import (
@@ -37,6 +38,7 @@ from shardwright.cost.layer_shapes import (
     LayerShape,
     model_shapes,
     recompute_stops_early,
+    recomputed_product_flops,
     recomputed_products,
     uses_selective_op,
 )
@@ -51,7 +53,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import is_decoder_frozen
-from shardwright.recipe.literal_types import Precision
+from shardwright.recipe.literal_types import Precision, RecomputedModules, RecomputeModule
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.memoize import hashed_key, memoize
 
@@ -189,6 +191,10 @@ class _MicroBatchCosts:
             )
             inside = self._at_mfu(recompute, self.s.tensor) + scores
             back = self._backward_at_mfu(forward)
+            if isinstance(mode, tuple):
+                flops = recomputed_product_flops(kind, mode, self.s.tensor)
+                parts = self._at_mfu(flops, self.s.tensor)
+                return forward, back, parts + scores * ("core_attn" in mode)
             return forward, back, {"none": 0.0, "selective": inside, "full": forward}[mode]
         outside, projections = (
             self._products(kind, in_attention=False),
@@ -227,6 +233,8 @@ class _MicroBatchCosts:
             else self.c.of_family("kernels_per_layer", self.kernels.family) * self.c.launch_seconds
         )
         forward, backward = max(forward, floor), max(backward, BACKWARD_OVER_FORWARD * floor)
+        if isinstance(mode, tuple):
+            return forward, backward, self._module_seconds(kind, mode, scores)
         return (
             forward,
             backward,
@@ -290,12 +298,60 @@ class _MicroBatchCosts:
         )
         return ahead, back
 
+    def _module_seconds(self, kind: LayerShape, modules: RecomputedModules, scores: float) -> float:
+        """Return the seconds of a layer's recompute_modules, whose whole forward passes repeat.
+
+        scores: forward seconds of attention over S x S
+        """
+        hidden, has_experts = self.graph.hidden_size, kind.experts_per_token > 0
+        per_element = self.tokens * self._element
+
+        def moved(elements: float) -> float:
+            return traffic_seconds(self.device, self.c, per_element * elements)
+
+        def products(module: RecomputeModule) -> float:
+            chosen = [p for p in kind.products if p.module == module]
+            return sum(self._product(self.tokens, p.n, p.k, p.batch)[0] for p in chosen)
+
+        def feed_forward() -> float:
+            inside = self._products(kind, in_attention=False)[0]
+            return inside + moved(self._feed_forward_elements(kind))
+
+        activated = kind.activated_expert_features(hidden)
+        up = sum(p.n for p in kind.products if p.module == "mla_up_proj")
+        norms = (
+            kind.fused_norms * self.kernels.norm + kind.composed_norms * self.kernels.eager_rms_norm
+        )
+        shared = self.kernels.feed_forward * kind.inner_features("shared_experts", hidden)
+        alone = "moe" not in modules
+        seconds: dict[RecomputeModule, Callable[[], float]] = {
+            "core_attn": lambda: scores,
+            "layernorm": lambda: moved(
+                norms * hidden / (self.s.tensor if self.s.sequence_parallel else 1)
+            ),
+            # Each result is read and written again by the rotation.
+            "mla_up_proj": lambda: products("mla_up_proj") + moved(2 * up) if up else 0.0,
+            "mlp": lambda: 0.0 if has_experts else feed_forward(),
+            # Gate, up and the activated gate's product.
+            "moe_act": lambda: moved(3 * activated) if alone else 0.0,
+            "shared_experts": lambda: (
+                products("shared_experts") + moved(shared) if alone and shared else 0.0
+            ),
+            "moe": lambda: feed_forward() if has_experts else 0.0,
+        }
+        return sum(seconds[module]() for module in modules)
+
     def embedding(self) -> tuple[float, float, float]:
         """Cost the lookup: rows read and written, their gradients accumulated; and the vision
         encoder."""
         rows = self.s.micro_batch_size
         tower = vision_encoder_seconds(
-            self.recipe, self.graph, self.s.checkpointing, rows, self.device, self.c
+            self.recipe,
+            self.graph,
+            "none" if isinstance(self.s.checkpointing, tuple) else self.s.checkpointing,
+            rows,
+            self.device,
+            self.c,
         )
         if self.mfu is not None:
             return *tower, 0.0
@@ -431,9 +487,7 @@ class _MicroBatchCosts:
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
         whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.eager_rms_norm
         whole = (whole + 2 * (passes.residual + dropout)) * hidden
-        kept = 4 * hidden + (hidden if graph.max_dropout > 0 else 0)
-        cut = passes.feed_forward * max(0, kind.elements - kind.attention_elements - kept)
-        cut /= self.shapes.feed_forward_degree
+        cut = self._feed_forward_elements(kind)
         rotated = (graph.attention_heads + graph.key_value_heads) * graph.head_dim
         inside = kind.attention_elements + (
             0.0 if self.shapes.positions else passes.rotary * rotated
@@ -446,6 +500,13 @@ class _MicroBatchCosts:
             ),
             traffic_seconds(self.device, self.c, per_element * outside),
         )
+
+    def _feed_forward_elements(self, kind: LayerShape) -> float:
+        """Return the elements of a token that kernels of the feed-forward network move."""
+        hidden = self.graph.hidden_size
+        kept = 4 * hidden + (hidden if self.graph.max_dropout > 0 else 0)
+        inner = max(0, kind.elements - kind.attention_elements - kept)
+        return self.kernels.feed_forward * inner / self.shapes.feed_forward_degree
 
 
 # Forward and backward passes of one micro-batch, kernels and collectives. They add up over layers,
@@ -573,9 +634,8 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
         )
         rows = np.array(expert_exchange_seconds(priced))
         partial = priced.checkpointed_activations is not None
-        repeated = not partial and s.checkpointing != "none"
-        # The attention module has no experts.
-        whole = not partial and s.checkpointing == "full"
+        repeated = not partial and s.recomputes_attention
+        whole = not partial and s.recomputes_experts
         forward_comm += exchange + rows
         backward_comm += (1 + repeated) * exchange + (1 + whole) * rows
         partial_recompute_comm += (exchange + rows) * partial
@@ -649,7 +709,7 @@ def _tensor_comm_seconds(
     reduce = all_reduce_seconds(cluster, c, group, message * priced.graph.hidden_size)
     ahead, recompute = layer_all_reduces(priced)
     partly = 0 if priced.checkpointed_activations is None else recompute
-    back = ahead + recompute - partly
+    back = ahead + recompute - partly + _repeated_reduces(priced)
     features, gathers = _each(shapes.gathered_features), _each(shapes.gathered_products)
     moved = np.zeros(layers)
     if features.any():
@@ -682,6 +742,13 @@ def _tensor_comm_seconds(
     backward[0], backward[-1] = 0.0, ends
     parts[0] = parts[-1] = 0.0
     return forward, backward, parts
+
+
+def _repeated_reduces(priced: PricedLayout) -> Floats:
+    """Return each layer's all-reduces that recompute_modules repeat."""
+    kinds = [*(repeats_feed_forward_reduce(priced, kind) for kind in priced.shapes.kinds), False]
+    found: Floats = np.array(kinds, dtype=np.float64)[list(priced.shapes.kind_of)]
+    return found  # -1: no decoder layer
 
 
 def _collective_launch_seconds(priced: PricedLayout) -> float:

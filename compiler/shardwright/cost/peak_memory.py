@@ -23,7 +23,6 @@ from shardwright.layout.layout_estimate import Memory, StageMemory
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.zero_settings import BUCKET_NUMEL, LIVE_NUMEL
-from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import Recipe
 
 Floats = NDArray[np.float64]
@@ -114,7 +113,10 @@ def states_of_layers(priced: PricedLayout) -> Floats:
 def kept_of_layers(priced: PricedLayout) -> Floats:
     """Return saved activation bytes of one micro-batch, prefix sums over equally checkpointed
     decoder layers."""
-    sums = np.array(_saved_sums(priced, priced.activations, priced.strategy.checkpointing)[1:-1])
+    saves_experts = not priced.strategy.recomputes_experts
+    sums: Floats = np.array(
+        _saved_sums(priced, priced.activations, saves_experts=saves_experts)[1:-1]
+    )
     saved: Floats = sums - sums[0]
     return saved
 
@@ -141,14 +143,13 @@ class RankMemoryModel:
     def __init__(self, priced: PricedLayout) -> None:
         self._priced = priced
         self._framework = framework_bytes(priced)
-        checkpointing = (
-            priced.strategy.checkpointing if priced.checkpointed_activations is None else "none"
-        )
-        self._saved = _saved_sums(priced, priced.activations, checkpointing)
+        is_partial = priced.checkpointed_activations is not None
+        saves_experts = is_partial or not priced.strategy.recomputes_experts
+        self._saved = _saved_sums(priced, priced.activations, saves_experts=saves_experts)
         self._checkpointed = (
             self._saved
             if priced.checkpointed_activations is None
-            else _saved_sums(priced, priced.checkpointed_activations, "full")
+            else _saved_sums(priced, priced.checkpointed_activations, saves_experts=False)
         )
         self._boundary = _boundary_bytes(priced)
         self._gathers = priced.strategy.zero_stage >= 3 and priced.strategy.zero_world_size > 1
@@ -265,7 +266,7 @@ def _gradient_bytes(priced: PricedLayout) -> int:
 
 
 def _saved_sums(
-    priced: PricedLayout, saved: SavedActivations, checkpointing: Checkpointing
+    priced: PricedLayout, saved: SavedActivations, *, saves_experts: bool
 ) -> list[float]:
     """Return the saved bytes of one micro-batch on one rank, prefix sums over graph.layers."""
     s, degree = priced.strategy, priced.shapes.attention_degree
@@ -276,7 +277,7 @@ def _saved_sums(
     # A context rank has its share of each sequence's tokens and, in attention, of its heads.
     sequences = s.micro_batch_size / s.context
     sums = (replicated / (degree if s.sequence_parallel else 1) + sharded / degree) * sequences
-    if s.expert > 1 and checkpointing != "full":  # tokens of other ranks
+    if s.expert > 1 and saves_experts:  # tokens of other ranks
         by_kind = [*(imbalance_bytes(priced, kind) for kind in priced.shapes.kinds), 0.0]
         sums[1:] += np.cumsum(
             np.array(by_kind)[list(priced.shapes.kind_of)]

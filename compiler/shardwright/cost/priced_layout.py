@@ -17,7 +17,7 @@ from shardwright.cost.cost_constants import Constants
 from shardwright.cost.layer_shapes import ModelShapes, SavedActivations, activations, model_shapes
 from shardwright.cost.vision_encoder_flops import vision_encoder_activation_bytes
 from shardwright.engines.engine_definition import EngineTraits
-from shardwright.engines.engine_table import traits_of
+from shardwright.engines.engine_table import norms_are_fused, traits_of
 from shardwright.engines.run_profiles import KernelProfile, kernel_profile
 from shardwright.layout.formats import accumulation_dtype, element_bytes
 from shardwright.layout.gpu_cluster import Cluster
@@ -32,7 +32,7 @@ from shardwright.models.trainable_parameters import (
     frozen_parameter_names,
     is_decoder_frozen,
 )
-from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
+from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.memoize import memoize
 
@@ -177,9 +177,20 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
     is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
     kernels = kernel_profile(recipe.assume.kernels, graph.model_type)
 
-    def saved(checkpointing: Checkpointing) -> SavedActivations:
+    traits = traits_of(recipe.target, recipe.assume.kernels, strategy)
+
+    def saved(checkpointing: LayerCheckpointing) -> SavedActivations:
         length = recipe.training.sequence_length
-        traced = activations(graph, length, weight_bytes, checkpointing, kernels)
+        if (
+            checkpointing == "selective"
+            and kernels.traces_activations
+            and not traits.selective_recomputes_projections
+        ):
+            checkpointing = ("core_attn",)
+        fused = isinstance(checkpointing, tuple) and norms_are_fused(problem, strategy)
+        traced = activations(
+            graph, length, weight_bytes, checkpointing, kernels, norms_are_fused=fused
+        )
         return _add_vision_encoder(
             problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)
         )
@@ -190,7 +201,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         constants=constants,
         shapes=model_shapes(graph, strategy.tensor),
         activations=saved("none" if is_partial else strategy.checkpointing),
-        traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
+        traits=traits,
         kernels=kernels,
         checkpointed_activations=saved("full") if is_partial else None,
         element_bytes=weight_bytes,
@@ -203,7 +214,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
 
 
 def _as_measured(
-    problem: Problem, s: Layout, checkpointing: Checkpointing, traced: SavedActivations
+    problem: Problem, s: Layout, checkpointing: LayerCheckpointing, traced: SavedActivations
 ) -> SavedActivations:
     """Replace the decoder layers' traced bytes by measured ones, scaled equally on every tensor
     rank."""
@@ -237,11 +248,11 @@ def _as_measured(
 
 
 def _add_vision_encoder(
-    problem: Problem, checkpointing: Checkpointing, found: SavedActivations
+    problem: Problem, checkpointing: LayerCheckpointing, found: SavedActivations
 ) -> SavedActivations:
     """Add the vision encoder's saved bytes of a sequence to the embedding's."""
     recipe, graph = problem.recipe, problem.graph
-    if graph.vision is None:
+    if graph.vision is None or isinstance(checkpointing, tuple):
         return found
     encoder_bytes = vision_encoder_activation_bytes(
         recipe, graph, checkpointing, element_bytes(recipe.training.precision)

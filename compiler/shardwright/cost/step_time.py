@@ -31,6 +31,7 @@ from shardwright.cost.communication_bytes import (
 from shardwright.cost.layer_shapes import (
     ModelShapes,
     model_shapes,
+    recomputed_product_flops,
     recomputed_products,
     uses_selective_op,
 )
@@ -483,6 +484,11 @@ def _recomputed_in_layers(priced: PricedLayout) -> int:
             return products + (scores if priced.graph.attention == "eager" else 0)
         case "selective":
             return projections + scores
+        case tuple(modules):
+            whole = model_shapes(priced.graph, 1)
+            dropped = [recomputed_product_flops(kind, modules, 1) for kind in whole.kinds]
+            products = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
+            return products + (scores if "core_attn" in modules else 0)
         case _:
             return 0
 

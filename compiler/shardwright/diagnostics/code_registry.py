@@ -227,6 +227,8 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3183": "not for contrastive training",
     "SW3191": "the noise scale is not verified here",
     "SW3192": "one micro-batch has no noise to measure",
+    "SW3195": "the engine does not recompute single modules of a layer",
+    "SW3196": "a module of a layer cannot be recomputed",
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.layout import Candidate, Rule
 from shardwright.models.model_graph import ModelGraph
-from shardwright.recipe.literal_types import AutoSwitch, Fabric, Precision, TaskName
+from shardwright.recipe.literal_types import (
+    AutoSwitch,
+    Fabric,
+    Precision,
+    RecomputeModule,
+    TaskName,
+)
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonObject
 
@@ -91,6 +97,8 @@ class Engine:
     compiles_layers: the engine runs `model.kernels: compile`
     transformer_engine: decides whether ranks use layers of Transformer Engine; None without them
     types: model types that the engine has modules of its own for; None where Hugging Face's run
+    recompute_obstacle: returns why a layout's ranks cannot recompute a module of a layer by itself,
+        "" where they can; None where no layout's can
     islands: the engine trains DiLoCo islands
     measures_noise_scale: the engine measures the gradient noise scale
     pads_vocabulary: to a multiple of the tensor ranks; the last ranks have fewer tokens
@@ -120,6 +128,7 @@ class Engine:
     compiles_layers: bool = False
     transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
     tasks: frozenset[TaskName] = frozenset({"causal-lm"})
+    recompute_obstacle: Callable[[Candidate, RecomputeModule], str] | None = None
     types: frozenset[str] | None = None
     islands: bool = False
     measures_noise_scale: bool = False

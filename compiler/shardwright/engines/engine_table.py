@@ -14,7 +14,8 @@ from shardwright.engines.megatron.megatron_capabilities import MEGATRON
 from shardwright.engines.reference.reference_capabilities import REFERENCE
 from shardwright.engines.run_profiles import AssumedEngine, assumed_runs, kernel_profile
 from shardwright.layout.axes import AXES
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Candidate, Layout
+from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
 
 if TYPE_CHECKING:
@@ -110,6 +111,14 @@ def traits_of(target: str, kernels: str, s: Layout) -> EngineTraits:
     alone = s.zero_stage == 0 and s.zero_world_size == 1
     engine = kernel_profile(kernels, "").engine_without_zero if alone else None
     return _traits(engine or target, kernels)
+
+
+def norms_are_fused(problem: Problem, s: Layout) -> bool:
+    """Return whether the ranks' linears contain the norms before them, as Transformer Engine's
+    do."""
+    choice = ENGINES[problem.recipe.target].transformer_engine
+    x = Candidate(recipe=problem.recipe, graph=problem.graph, cluster=problem.cluster, strategy=s)
+    return choice is not None and choice(x) != "off"
 
 
 @functools.cache

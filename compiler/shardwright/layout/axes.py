@@ -17,7 +17,13 @@ from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_graph import ModelGraph
-from shardwright.recipe.literal_types import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
+from shardwright.recipe.literal_types import (
+    CHECKPOINTING,
+    OFFLOAD,
+    SCHEDULES,
+    PartialCheckpointing,
+    RecomputedModules,
+)
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.divisors import context_degrees, divisors
 
@@ -26,7 +32,7 @@ MAX_VIRTUAL_STAGES = 8  # v stages divide the bubble by v and multiply the messa
 MAX_MICRO_BATCH = 64  # larger ones gain nothing: the matrix products are saturated before
 
 Word = int | str
-Value = Word | PartialCheckpointing
+Value = Word | PartialCheckpointing | RecomputedModules
 Degrees = Mapping[str, int]
 
 
@@ -235,7 +241,8 @@ AXES: tuple[Axis, ...] = (
     Axis(
         name="activation_checkpointing",
         off_value="none",
-        values=lambda problem, degrees: CHECKPOINTING,  # {full: N}: search/layout_resolution.py
+        # {full: N} and lists of modules: search/layout_resolution.py
+        values=lambda problem, degrees: CHECKPOINTING,
         letters="{}",
     ),
     Axis(
@@ -274,6 +281,11 @@ def micro_batches(problem: Problem, degrees: Degrees) -> Iterable[int]:
 def virtual_stages(layers: int, pipeline: int) -> range:
     """Return the numbers of virtual stages of a pipeline rank that leave each stage a layer."""
     return range(1, 1 + (min(MAX_VIRTUAL_STAGES, layers // pipeline) if pipeline > 1 else 1))
+
+
+def value_text(value: Value) -> str:
+    """Format an axis's value as in a recipe."""
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 def as_int(value: Value | None) -> int:

@@ -8,14 +8,15 @@ from typing import Literal
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout import axes
-from shardwright.layout.axes import Axis, Value, rank_axes, world_size_of
+from shardwright.layout.axes import Axis, Value, rank_axes, value_text, world_size_of
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.schedules import PIPELINE_SCHEDULES, PipelineSchedule
 from shardwright.recipe.literal_types import (
-    Checkpointing,
+    LayerCheckpointing,
     Loss,
     Offload,
     PartialCheckpointing,
+    RecomputedModules,
     Schedule,
 )
 from shardwright.recipe.recipe_types import Recipe
@@ -51,7 +52,7 @@ class Layout:
     zero_stage: int
     micro_batch_size: int
     gradient_accumulation_steps: int
-    activation_checkpointing: Checkpointing | PartialCheckpointing
+    activation_checkpointing: LayerCheckpointing | PartialCheckpointing
     schedule: Schedule
     offload: Offload
     expert: int = 1
@@ -138,10 +139,28 @@ class Layout:
         return not any(axis.is_model_parallel for axis, _ in self.enabled_axes())
 
     @property
-    def checkpointing(self) -> Checkpointing:
+    def checkpointing(self) -> LayerCheckpointing:
         """Return how those layers are checkpointed that are checkpointed at all."""
         choice = self.activation_checkpointing
         return "full" if isinstance(choice, PartialCheckpointing) else choice
+
+    @property
+    def recompute_modules(self) -> RecomputedModules:
+        """Return the modules of a layer that are recomputed by themselves."""
+        mode = self.activation_checkpointing
+        return mode if isinstance(mode, tuple) else ()
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Return whether a checkpointed layer computes attention over the sequence again."""
+        mode = self.checkpointing
+        return "core_attn" in mode if isinstance(mode, tuple) else mode != "none"
+
+    @property
+    def recomputes_experts(self) -> bool:
+        """Return whether a checkpointed layer sends tokens to experts again."""
+        mode = self.checkpointing
+        return "moe" in mode if isinstance(mode, tuple) else mode == "full"
 
     def degrees(self) -> dict[str, int]:
         """Return the degrees that multiply to the world size, by axis name."""
@@ -160,7 +179,7 @@ class Layout:
     def pins(self) -> dict[str, JsonValue]:
         """Return the keys and values of a recipe's `parallelism` that admit this layout only."""
         return {
-            axis.name: asdict(value) if isinstance(value, PartialCheckpointing) else value
+            axis.name: _json_value(value)
             for axis, value in self.values().items()
             if axis.section == "parallelism"
             and ((axis.values is not None and axis.in_every_engine) or value != axis.off_value)
@@ -170,7 +189,7 @@ class Layout:
         """Return `key=value` pairs of the recipe's keys, without those at a default that is off."""
         pins = self.pins()
         return " ".join(
-            f"{axis.name}={value}"
+            f"{axis.name}={value_text(value)}"
             for axis, value in self.values().items()
             if axis.name in pins and (axis.is_auto_by_default or value != axis.off_value)
         )
@@ -187,6 +206,12 @@ class Layout:
         )
 
 
+def _json_value(value: Value) -> JsonValue:
+    if isinstance(value, PartialCheckpointing):
+        return asdict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
 LETTERS = {"full": "AC", "selective": "SAC", "dualpipev": "DualPipeV"}
 """Names values as papers do: (selective) activation checkpointing, a schedule."""
 
@@ -194,6 +219,8 @@ LETTERS = {"full": "AC", "selective": "SAC", "dualpipev": "DualPipeV"}
 def _letters(axis: Axis, value: Value) -> str:
     if isinstance(value, PartialCheckpointing):
         return f"AC {value.full}"
+    if isinstance(value, tuple):
+        return f"SAC {'+'.join(value)}"
     return axis.letters.format(LETTERS.get(str(value), value))
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.models.mixture_of_experts import SEQUENCE_LENGTHS
 from shardwright.parallel.tensor_parallel_collectives import TENSOR_PARALLEL_RNG
 from shardwright.plan.plan import Plan
-from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
+from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
 
 
 def compile_layers(model: nn.Module, plan: Plan, layers: Collection[str] | None = None) -> None:
@@ -60,7 +60,7 @@ def _recomputing(row_lengths: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def checkpoint_layers(
-    decoder_layers: Iterable[nn.Module], choice: Checkpointing, attention_module: str
+    decoder_layers: Iterable[nn.Module], choice: LayerCheckpointing, attention_module: str
 ) -> None:
     """Checkpoint the attention module (selective) or the whole decoder layer (full)."""
     for layer in decoder_layers:

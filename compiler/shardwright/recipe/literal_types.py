@@ -9,6 +9,13 @@ from typing import Literal, get_args
 Schedule = Literal["1f1b", "dualpipev"]
 Checkpointing = Literal["none", "selective", "full"]
 """Names the activation checkpointing of a layer: what its backward pass recomputes."""
+RecomputeModule = Literal[
+    "core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe"
+]
+"""Names a module of a layer that Megatron-Core recomputes by itself (its recompute_modules)."""
+RecomputedModules = tuple[RecomputeModule, ...]
+LayerCheckpointing = Checkpointing | RecomputedModules
+"""What of a checkpointed layer the backward pass recomputes."""
 Offload = Literal["none", "optimizer", "parameters"]
 """Names what is kept in host memory."""
 Loss = Literal["full", "chunked"]
@@ -27,6 +34,7 @@ Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+RECOMPUTE_MODULES: RecomputedModules = get_args(RecomputeModule)
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 
 

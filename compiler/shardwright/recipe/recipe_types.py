@@ -11,9 +11,9 @@ from typing import Literal
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.recipe.literal_types import (
     AutoSwitch,
-    Checkpointing,
     Fabric,
     Kernels,
+    LayerCheckpointing,
     Loss,
     Objective,
     Offload,
@@ -297,7 +297,7 @@ class ParallelismSection:
     data: int | None
     zero_stage: int | None
     micro_batch_size: int | None
-    activation_checkpointing: Checkpointing | PartialCheckpointing | None
+    activation_checkpointing: LayerCheckpointing | PartialCheckpointing | None
     schedule: Schedule | None
     offload: Offload | None
     memory_headroom: float | None

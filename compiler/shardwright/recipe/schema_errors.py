@@ -6,6 +6,7 @@ import difflib
 import itertools
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -154,6 +155,10 @@ def _keyword_errors(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iter
             bound = f"at least {fewest}" if len(value) < fewest else f"at most {most}"
             message = f"{key} has {len(value)} entries; it takes {bound}"
             yield found("SW1107", path, message, f"Give {bound}.")
+        words = [x for x in value if isinstance(x, str)] if "uniqueItems" in schema else []
+        if repeated := [word for word, times in Counter(words).items() if times > 1]:
+            message = f"{key} has {quote_text(repeated[0])} more than once"
+            yield found("SW1107", path, message, "Give each entry once.")
         if isinstance(value, Mapping):
             required = cast(Sequence[str], schema.get("required", ()))
             yield from (_missing(path, name, value) for name in required if name not in value)

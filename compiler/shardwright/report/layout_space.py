@@ -21,6 +21,7 @@ from shardwright.search.layout_resolution import (
     estimate_checked_layout,
     keeps_headroom,
     resolve_layout,
+    with_module_checkpointing,
     with_partial_checkpointing,
 )
 from shardwright.search.layout_search import search
@@ -97,8 +98,10 @@ def layout_space(problem: Problem, chosen: Estimate) -> LayoutSpace:
         layout, memory = resolve_layout(everywhere, strategy)
         pinned = _is_pinned(recipe, strategy)
         priced = [(price(layout, memory, found), pinned)]
-        if less := with_partial_checkpointing(everywhere, layout, memory):
-            priced.append((price(*less, found), pinned and allows_partial_checkpointing(problem)))
+        for recomputes_less in (with_partial_checkpointing, with_module_checkpointing):
+            if less := recomputes_less(everywhere, layout, memory):
+                inside = pinned and allows_partial_checkpointing(problem)
+                priced.append((price(*less, found), inside))
         within += [estimate for estimate, inside in priced if inside and estimate.feasible]
         legal += [_legal_point(free, *each) for each in priced]
     if chosen.feasible and all(point.strategy != chosen.strategy for point in legal):

@@ -27,14 +27,19 @@ from shardwright.cost.step_time import data_parallel_seconds, estimate_time
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import axis_named, is_world_pinned
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Candidate, Layout
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.stage_balancing import max_decoder_layers_per_stage
 from shardwright.layout.zero_settings import disables_hpz
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_support import supports_chunked_loss
-from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
+from shardwright.recipe.literal_types import (
+    Checkpointing,
+    LayerCheckpointing,
+    PartialCheckpointing,
+    RecomputedModules,
+)
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.rule_registry import can_be_priced, check_layout
 from shardwright.search.stage_assignment import assign_stages
@@ -210,16 +215,13 @@ def with_partial_checkpointing(
     not fit, or fits with none recomputed, and where the recipe does not ask for it. The
     prediction's error stays free where the layout keeps it free.
     """
-    recipe = problem.recipe
     if (
         not allows_partial_checkpointing(problem)
         or layout.strategy.activation_checkpointing != "full"
         or not memory.fits
     ):
         return None
-    limit = usable_bytes(layout.problem, layout.constants)
-    if recipe.parallelism.memory_headroom is None and keeps_headroom(recipe, memory):
-        limit = min(limit, bytes_with_headroom(memory.capacity_bytes))
+    limit = _memory_limit(layout, memory)
     # The second copy of the weights takes room that fewer recomputed layers could have.
     bases = [layout, without_hpz(layout)] if layout.strategy.hpz_partition_size > 1 else [layout]
     found = [_fastest_partial_checkpointing(problem, base, limit) for base in bases]
@@ -228,6 +230,67 @@ def with_partial_checkpointing(
         key=lambda f: estimate_time(f[0]).step_seconds,
         default=None,
     )
+
+
+# Lists of modules that Megatron-Core's published runs recompute, the cheapest first: outputs that
+# are discarded, and feed-forward networks whole (Megatron-LM's MoE README; the DeepSeek-V3 runs of
+# Megatron-Bridge's performance summary). A model has the part of a list that its layers have.
+_MODULE_LISTS: tuple[RecomputedModules, ...] = (
+    ("mla_up_proj", "moe_act"),
+    ("layernorm", "mla_up_proj", "moe_act"),
+    ("mlp", "moe"),
+)
+
+
+def searched_modules(problem: Problem, s: Layout) -> tuple[RecomputedModules, ...]:
+    """Return the lists of modules that stand beside a layout that recomputes all layers, the ones
+    that recompute least first."""
+    obstacle = ENGINES[problem.recipe.target].recompute_obstacle
+    if obstacle is None or not allows_partial_checkpointing(problem):
+        return ()
+    x = Candidate(recipe=problem.recipe, graph=problem.graph, cluster=problem.cluster, strategy=s)
+    every = dict.fromkeys(module for modules in _MODULE_LISTS for module in modules)
+    has = {module for module in every if not obstacle(x, module)}
+    lists = (tuple(module for module in modules if module in has) for modules in _MODULE_LISTS)
+    # Norms alone save too little to be worth a candidate.
+    return tuple(dict.fromkeys(each for each in lists if each and each != ("layernorm",)))
+
+
+def with_module_checkpointing(
+    problem: Problem, layout: PricedLayout, memory: Memory
+) -> tuple[PricedLayout, Memory] | None:
+    """Return the layout with the first of searched_modules recomputed that fits, resolved.
+
+    layout: resolved, with all layers recomputed. None where it recomputes less already, does not
+    fit, or fits with nothing recomputed, and where no list fits.
+    """
+    if layout.strategy.activation_checkpointing != "full" or not memory.fits:
+        return None
+    lists = searched_modules(problem, layout.strategy)
+    limit = _memory_limit(layout, memory) if lists else 0
+
+    def fits(choice: LayerCheckpointing) -> bool:
+        strategy = replace(layout.strategy, activation_checkpointing=choice)
+        there = build_priced_layout(layout.problem, strategy, layout.constants)
+        return estimate_memory(with_boundaries(there, layout.boundaries)).peak_bytes <= limit
+
+    fitting = next((modules for modules in lists if fits(modules)), None)
+    if fitting is None or fits("none"):
+        return None
+    found = resolve_layout(
+        problem, replace(layout.strategy, activation_checkpointing=fitting, hpz_partition_size=1)
+    )
+    return found if found[1].peak_bytes <= limit else None
+
+
+def _memory_limit(layout: PricedLayout, memory: Memory) -> int:
+    """Return the bytes that a layout with less recomputation may take: the prediction's error stays
+    free where the layout keeps it free."""
+    limit = usable_bytes(layout.problem, layout.constants)
+    pinned = layout.recipe.parallelism.memory_headroom is not None
+    if not pinned and keeps_headroom(layout.recipe, memory):
+        limit = min(limit, bytes_with_headroom(memory.capacity_bytes))
+    return limit
 
 
 def allows_partial_checkpointing(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
-from shardwright.layout.axes import rank_axes
+from shardwright.layout.axes import rank_axes, value_text
 from shardwright.layout.formats import FORMATS, sums_are_rounded
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Candidate
@@ -21,7 +21,7 @@ from shardwright.layout.zero_settings import fits_in_host_memory, offloaded_byte
 from shardwright.models.expert_modules import experts_per_layer
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_support import supports_chunked_loss
-from shardwright.recipe.literal_types import PartialCheckpointing, Precision
+from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing, Precision
 from shardwright.utils.divisors import degree_mismatch, nearest_divisors, nearest_multiples
 
 # What a GPU computes in. Of the recipe and the cluster alone, so that `check` can ask, too.
@@ -414,6 +414,41 @@ def model_is_causal(x: Candidate) -> Diagnostic | None:
         ),
         "Where the type has the key, set is_decoder: true in the model's configuration.",
         severity="warning",
+    )
+
+
+def modules_are_recomputed(x: Candidate) -> Diagnostic | None:
+    """Refuse a list of recomputed modules under an engine that recomputes layers, or attention,
+    whole: SW3195."""
+    modules = x.strategy.recompute_modules
+    if not modules or ENGINES[x.recipe.target].recompute_obstacle is not None:
+        return None
+    return found(
+        "SW3195",
+        "parallelism.activation_checkpointing",
+        f"activation_checkpointing {value_text(modules)} recomputes single modules of a layer, "
+        f"which target: {x.recipe.target} does not",
+        "Write `target: megatron`, or activation_checkpointing: selective, full or {full: N}.",
+        CHECKPOINTING,
+    )
+
+
+def modules_can_be_recomputed(x: Candidate) -> Diagnostic | None:
+    """Refuse recomputed modules that the model, the layout or the installed version lacks:
+    SW3196."""
+    obstacle, modules = ENGINES[x.recipe.target].recompute_obstacle, x.strategy.recompute_modules
+    if obstacle is None:
+        return None
+    reasons = {module: why for module in modules if (why := obstacle(x, module))}
+    if not reasons:
+        return None
+    rest = tuple(module for module in modules if module not in reasons)
+    return found(
+        "SW3196",
+        "parallelism.activation_checkpointing",
+        "activation_checkpointing cannot recompute "
+        + "; ".join(f"{module}: {why}" for module, why in reasons.items()),
+        f"Write `activation_checkpointing: {value_text(rest) if rest else 'none'}`, or full.",
     )
 
 

@@ -24,6 +24,7 @@ from shardwright.search.layout_resolution import (
     allows_partial_checkpointing,
     estimate_layout,
     resolve_layout,
+    with_module_checkpointing,
     with_partial_checkpointing,
 )
 from shardwright.search.legal_layouts import (
@@ -179,7 +180,8 @@ def _priced(
     best: _Best,
 ) -> list[Estimate]:
     """Price a layout that fits and, beside one that recomputes all layers, the one that
-    recomputes fewer. Each is priced only where it may matter."""
+    recomputes fewer, and the one that recomputes modules of them. Each is priced only where it may
+    matter."""
     found: list[Estimate] = []
 
     def take(layout: PricedLayout, memory: Memory) -> None:
@@ -195,6 +197,12 @@ def _priced(
         less = with_partial_checkpointing(problem, layout, memory)
         if less:
             take(*less)
+    if bound is None or best.is_near(
+        layout.strategy, bound.least_module_checkpointing_seconds(layout.strategy)
+    ):
+        modules = with_module_checkpointing(problem, layout, memory)
+        if modules:
+            take(*modules)
     return found
 
 
@@ -207,7 +215,8 @@ def _search(problem: Problem) -> SearchResult:
     with it, and nothing shrinks. Of more than PRICED_WHOLE layouts, one that certainly takes
     longer than the best by PRICED_FACTOR, complexity penalty included, is skipped; the first
     ALWAYS_PRICED are priced up to ALWAYS_PRICED_FACTOR. Beside a layout that recomputes all
-    layers stands the one that recomputes fewer of them, where that is faster.
+    layers stand the one that recomputes fewer of them and the one that recomputes modules of each,
+    where they are faster.
     """
     recipe = problem.recipe
     started = time.perf_counter()
@@ -319,7 +328,12 @@ def _placed(problem: Problem, bound: StepTimeBound, each: _Bounded, best: _Best)
     if each.least == math.inf or not best.is_near(each.strategy, each.least):
         return each
     stands = _covers_partial_checkpointing(problem, each.strategy)
-    less = bound.least_partial_checkpointing_seconds(each.strategy) if stands else math.inf
+    less = math.inf
+    if stands:
+        less = min(
+            bound.least_partial_checkpointing_seconds(each.strategy),
+            bound.least_module_checkpointing_seconds(each.strategy),
+        )
     return each._replace(least=bound.tight_least_seconds(each.strategy), less=less)
 
 

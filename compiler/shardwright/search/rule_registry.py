@@ -45,6 +45,14 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3130": rule(layout_rules.model_is_causal),
     "SW3131": rule(layout_rules.hf_loss_is_next_token),
     "SW3132": rule(layout_rules.moe_without_expert_parallelism, "expert"),
+    "SW3195": rule(layout_rules.modules_are_recomputed, "activation_checkpointing"),
+    "SW3196": rule(
+        layout_rules.modules_can_be_recomputed,
+        "activation_checkpointing",
+        "tensor",
+        "context",
+        "expert_tensor",
+    ),
     "SW3135": rule(
         layout_rules.partial_checkpointing_layers,
         "activation_checkpointing",

@@ -48,7 +48,7 @@ from shardwright.search.layers_that_fit import (
     seconds_by_layer_count,
     slowest_rank,
 )
-from shardwright.search.layout_resolution import with_hpz
+from shardwright.search.layout_resolution import searched_modules, with_hpz
 from shardwright.search.stage_assignment import assign_interleaved_stages
 
 PRICED_FACTOR = 1.05
@@ -200,7 +200,17 @@ class StepTimeBound:
             least = max(least, self._of_slowest(s, self._layer_seconds_of(s), fit.most_layers()))
         if allows_partial_checkpointing:
             least = min(least, self.least_partial_checkpointing_seconds(s))
+            least = min(least, self.least_module_checkpointing_seconds(s))
         return least
+
+    def least_module_checkpointing_seconds(self, s: Layout) -> float:
+        """Bound the layouts that recompute modules of each layer, where s recomputes all layers;
+        infinite where there are none. The first list that may fit takes the least time."""
+        for modules in searched_modules(self._problem, s):
+            other = replace(s, activation_checkpointing=modules)
+            if self.layers_may_fit(other):
+                return self.tight_least_seconds(other)
+        return math.inf
 
     def least_partial_checkpointing_seconds(self, s: Layout) -> float:
         """Bound the layouts that recompute some layers of each stage, where s recomputes all."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shardwright.layout.layout import Layout
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_patterns
-from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, LoraSection, Recipe
 from shardwright.search.attention_rules import length_switches
 from shardwright.utils.json_values import JsonObject, JsonValue
@@ -32,6 +32,7 @@ LR, BETAS, EPS, DECAY, CLIPPING = 1e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
 """eps: large, as the rounding noise of a theoretically zero gradient (a key's bias) would become
 full Adam steps."""
 ODD_VOCABULARY, RANK = 259, 4
+_ONE_LAYER = PartialCheckpointing(full=1)
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _VOCABULARY = "vocab_size"
 MODEL, TOKENS, HELD_OUT = "model", "tokens", "held-out"
@@ -47,12 +48,9 @@ def tiny_strategy(s: Layout) -> Layout:
     accumulation = max(
         min(s.gradient_accumulation_steps, 2), s.pipeline_schedule.min_micro_batches(pipeline)
     )
-    checkpointing = s.activation_checkpointing
     return dataclasses.replace(
         s,
-        activation_checkpointing=PartialCheckpointing(full=1)
-        if checkpointing != s.checkpointing
-        else checkpointing,
+        activation_checkpointing=tiny_checkpointing(s),
         tensor=min(s.tensor, 2),
         pipeline=pipeline,
         data=data,
@@ -62,6 +60,14 @@ def tiny_strategy(s: Layout) -> Layout:
         gradient_accumulation_steps=accumulation,
         hpz_partition_size=1,  # the copy has one node
     )
+
+
+def tiny_checkpointing(s: Layout) -> LayerCheckpointing | PartialCheckpointing:
+    """Return what the copy recomputes: one layer of each stage under partial checkpointing, and no
+    moe_act, whose grouped experts run on GPUs alone."""
+    if s.recompute_modules:
+        return tuple(module for module in s.recompute_modules if module != "moe_act") or "none"
+    return s.checkpointing if s.activation_checkpointing == s.checkpointing else _ONE_LAYER
 
 
 def batch_of(s: Layout) -> int:

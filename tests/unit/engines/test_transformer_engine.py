@@ -170,7 +170,9 @@ class _Plan:
 
     def __init__(self, wish: str) -> None:
         self.model = dataclasses.make_dataclass("Model", ["transformer_engine"])(wish)
-        self.strategy = dataclasses.make_dataclass("Layout", ["world_size"])(2)
+        self.strategy = dataclasses.make_dataclass("Layout", ["world_size", "recompute_modules"])(
+            2, ()
+        )
         self.is_cpu = False
 
 

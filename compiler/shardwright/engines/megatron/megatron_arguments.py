@@ -64,8 +64,11 @@ def recompute_settings(plan: Plan) -> dict[str, Any]:
     choice = plan.strategy.activation_checkpointing
     if choice == "none":
         return {}
-    if choice == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if choice == "selective" or isinstance(choice, tuple):
+        modules = ["core_attn"] if choice == "selective" else list(choice)
+        selective = {"recompute_granularity": "selective", "recompute_modules": modules}
+        # TransformerConfig takes moe_act for grouped experts alone.
+        return selective | ({"moe_grouped_gemm": True} if "moe_act" in modules else {})
     most = max(len(s.layers) for s in plan.stages)
     if isinstance(choice, PartialCheckpointing):
         most = choice.full // plan.strategy.virtual_stages
@@ -302,7 +305,9 @@ def _parallel_options(plan: Plan) -> Iterator[Option]:
     if s.zero_stage > 0 and s.zero_world_size > 1:
         yield ("--use-distributed-optimizer",)
     for name, value in recompute_settings(plan).items():
-        yield f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [str(value)])
+        option = f"--{name.replace('_', '-')}"
+        values = value if isinstance(value, list) else [str(value)]
+        yield (option,) if value is True else (option, *values)
 
 
 def pipeline_layout_text(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
+from shardwright.engines.megatron.recompute_modules import recompute_obstacle
 from shardwright.engines.megatron.transformer_engine_layers import (
     TRANSFORMER_ENGINE_AXES,
     gpu_layers_text,
@@ -448,5 +449,6 @@ MEGATRON = Engine(
     types=frozenset(MODEL_MAPPINGS),
     pads_vocabulary=True,
     transformer_engine=transformer_engine_choice,
+    recompute_obstacle=recompute_obstacle,
     unsupported_reason=_unsupported_reason,
 )

@@ -125,6 +125,12 @@ def uses_transformer_engine(plan: Plan) -> bool:
         return True
     if wish == "on":
         raise refusal("SW6015", f"model.transformer_engine is on, and {mine}", help_text)
+    if "moe_act" in plan.strategy.recompute_modules:
+        raise refusal(
+            "SW6015",
+            f"activation_checkpointing recomputes moe_act, which takes Transformer Engine: {mine}",
+            "Install it on every host, or compile again without moe_act.",
+        )
     return False
 
 
