@@ -35,6 +35,8 @@ LLAMA: dict[str, Case] = {
     "full-tp2": case(tensor=2, checkpointing="full"),
     "selective-pp2-tp2": case(pipeline=2, tensor=2, checkpointing="selective"),
     "partial-pp2": case(pipeline=2, checkpointing={"full": 1}),
+    "modules-pp2": case(pipeline=2, checkpointing=["core_attn", "layernorm", "mlp"]),
+    "modules-tp2-sequence": case(checkpointing=["layernorm", "mlp"], **cut()),
     "bf16-tp2": case(tensor=2, precision="bf16"),
     "bf16-dp2": case(data=2, precision="bf16"),
     "bf16-cp2": case(context=2, precision="bf16"),
@@ -88,6 +90,7 @@ EXPERTS: dict[str, Case] = {
     "mixtral-ep2-dp4": case("mixtral", data=4, expert=2),
     "mixtral-ep2-pp2": case("mixtral", data=2, expert=2, pipeline=2),
     "mixtral-all": case("mixtral-deep", **VIRTUAL, data=2, expert=2, **cut(), **WHOLE),
+    "mixtral-ep2-modules": case("mixtral", data=2, expert=2, checkpointing=["layernorm", "moe"]),
     "gpt-oss-dp2": case("gpt_oss", data=2),
     "gpt-oss-cp2": case("gpt_oss", context=2),
     "gpt-oss-tp2-ep2": case("gpt_oss", expert=2, **cut(), **WHOLE),
@@ -101,6 +104,11 @@ DEEPSEEK: dict[str, Case] = {
     "deepseek-tp2-sequence": case("deepseek_v3", **cut()),
     "deepseek-ep2-pp2": case("deepseek_v3", data=2, expert=2, pipeline=2),
     "deepseek-ep4-etp1": case("deepseek_v3", data=2, expert=4, **cut(), **WHOLE),
+    "deepseek-modules": case(
+        "deepseek_v3",
+        pipeline=2,
+        checkpointing=["layernorm", "mla_up_proj", "mlp", "shared_experts"],
+    ),
     "deepseek-all": case("deepseek_v3", pipeline=2, context=2, expert=2, **cut()),
 }
 GROUPS: dict[str, dict[str, Case]] = {
@@ -130,6 +138,8 @@ SAMPLE: dict[str, Case] = {
             "padding-cp2",
         ),
         *(
+            "modules-pp2",
+            "mixtral-ep2-modules",
             "gpt2-pp2-tp2",
             "mixtral-ep2-tp2",
             "mixtral-ep2-cp2",

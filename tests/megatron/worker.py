@@ -64,10 +64,14 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     at = plan.ranks[dist.get_rank()]
     trainer = build_trainer(plan, folder)
     batches = TrainingBatches(plan, open_dataset(plan, folder))
+    forwards = counted_forwards(case, trainer)
     results = []
     for step in range(1, STEPS + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
         results.append(trainer.step(batches.micro_batches(step, at.data), rate))
+    repeats = {name: count / (STEPS * case.accumulation) for name, count in forwards.items()}
+    assert bool(repeats) == isinstance(case.checkpointing, list), repeats
+    assert all(count == 2 for count in repeats.values()), repeats
     check_master_weights(trainer.owned_shards())
     held = sum(p.resident_bytes for p in trainer.parameter_shards().values())
     assert held == at.parameter_bytes, (held, at)
@@ -77,6 +81,34 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     parallel_state.destroy_model_parallel()
     difference = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**difference, "packed": packed, "weights": weights}
+
+
+MODULES = {
+    "core_attn": "self_attention.core_attention",
+    "layernorm": "input_layernorm",
+    "mla_up_proj": "self_attention.linear_kv_up_proj",
+    "mlp": "mlp.linear_fc1",
+    "moe": "mlp.router",
+    "shared_experts": "mlp.shared_experts",
+}
+"""A module of recompute_modules -> what of a layer runs once in its forward pass."""
+
+
+def counted_forwards(case: Case, trainer: Any) -> dict[str, int]:
+    """Counts the forward passes of the case's recomputed modules, of each layer that has them."""
+    counts: dict[str, int] = {}
+    for chunk in trainer.engine:
+        for path, module in chunk.named_modules():
+            for name in case.checkpointing if isinstance(case.checkpointing, list) else ():
+                layer, _, rest = path.partition("decoder.layers.")[2].partition(".")
+                if layer and rest == MODULES[name]:
+                    counts[path] = 0
+
+                    def count(*_: Any, path: str = path) -> None:
+                        counts[path] += 1
+
+                    module.register_forward_pre_hook(count)
+    return counts
 
 
 class Trained:

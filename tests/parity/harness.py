@@ -48,7 +48,7 @@ class Case:
     zero_stage: int = 1
     micro: int = 2
     accumulation: int = 2
-    checkpointing: str | dict[str, int] = "none"
+    checkpointing: str | dict[str, int] | list[str] = "none"
     schedule: str = "1f1b"
     precision: str = "fp32"
     accumulation_dtype: str = "auto"

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -45,6 +46,14 @@ if not hasattr(moe_utils, "te_general_gemm"):
 if not HAVE_TE:
     # 0.16.1 checks a module against a class that is missing then (multi_latent_attention.py:185).
     multi_latent_attention.HAVE_TE = False
+    # 0.16.1 takes every checkpoint that discards its output for one in FP8 (tensor_parallel/
+    # random.py:636), and asks Transformer Engine for its state. Without it nothing is in FP8.
+    _checkpoint_init = CheckpointWithoutOutput.__init__
+
+    def _checkpoint_without_fp8(self: Any, fp8: object = None) -> None:
+        _checkpoint_init(self, None)
+
+    CheckpointWithoutOutput.__init__ = _checkpoint_without_fp8
 _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 
