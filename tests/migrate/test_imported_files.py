@@ -133,6 +133,26 @@ def test_a_choice_of_devices_is_kept(devices: str, kept: str | None) -> None:
     assert isinstance(env, dict) and env.get("CUDA_VISIBLE_DEVICES") == kept
 
 
+@pytest.mark.parametrize(
+    ("words", "value", "asked"),
+    [
+        ("--recompute-granularity selective", "selective", ""),
+        ("--recompute-granularity selective --recompute-modules moe mlp", ["moe", "mlp"], ""),
+        ("--recompute-granularity selective --recompute-modules gdn_norm_out", None, "gdn_norm"),
+        ("--recompute-granularity selective --recompute-modules $MODULES", None, "$MODULES"),
+        ("--recompute-granularity full --recompute-modules moe", "full", ""),
+    ],
+)
+def test_megatrons_recomputed_modules(
+    words: str, value: str | list[str] | None, asked: str
+) -> None:
+    command = f"torchrun pretrain_gpt.py --num-layers 2 {words} --bf16"
+    draft = convert_config(None, command, None, "/").draft
+    key = "parallelism.activation_checkpointing"
+    assert (asked in draft.fill[key]) if asked else draft.values[key] == value
+    assert "--recompute-modules" in {**draft.carried, **draft.left} or "modules" not in words
+
+
 def test_a_default_that_a_recipe_does_not_share() -> None:
     """LoRA's dropout is 0 in a recipe and 0.05 in TRL and ms-swift."""
     for command, dropout in (

@@ -24,9 +24,11 @@ from shardwright.migrate.recipe_draft import (
     as_switch,
     as_text,
 )
+from shardwright.recipe.literal_types import RECOMPUTE_MODULES
 from shardwright.recipe.recipe_parser import MAX_RECIPE_DEPTH
 from shardwright.utils.file_io import is_nested_too_deeply
 from shardwright.utils.json_values import JsonObject, JsonValue
+from shardwright.utils.shell_script import resolved_text
 
 ZERO = "zero_optimization"
 ZERO_STAGE, OFFLOAD, PRECISION = (
@@ -394,6 +396,21 @@ _RECOMPUTE_ARGUMENTS = (
 )
 
 
+def _recomputed_modules(s: ImportSources) -> None:
+    """Convert Megatron-Core's list of modules; left out, it is core_attn, which is `selective`."""
+    found = s.settings.get("recompute_modules")
+    if found is None or s.draft.values.get("target") != "megatron":
+        return
+    names = tuple(dict.fromkeys(map(resolved_text, found.values)))
+    unknown = [name for name in names if name not in RECOMPUTE_MODULES]
+    if not names or unknown:
+        known = ", ".join(RECOMPUTE_MODULES)
+        s.draft.ask(RECOMPUTE, f"{found.told()}; modules that a recipe lists are {known}")
+        s.draft.take(found.written, RECOMPUTE)
+        return
+    s.draft.put(RECOMPUTE, list(names), found.written)
+
+
 def recomputation(s: ImportSources) -> None:
     granularity = s.settings.get("recompute_granularity")
     if granularity is not None:
@@ -402,6 +419,8 @@ def recomputation(s: ImportSources) -> None:
             s.ask_unread(RECOMPUTE, "recompute_granularity")
         else:
             s.draft.put(RECOMPUTE, kind, granularity.written)
+            if kind == "selective":
+                _recomputed_modules(s)
         for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
             if (detail := s.settings.get(name)) is not None:
                 why = "each layer is recomputed by itself, all of them"

@@ -6,5 +6,5 @@ srun --mpi=pmix python -u pretrain_gpt.py --num-layers 32 --hidden-size 4096 --n
   --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 8 \
   --tensor-model-parallel-size 1 --sequence-parallel --context-parallel-size 1 --seq-length 4096 \
   --micro-batch-size 1 --global-batch-size 256 --train-samples 100000 --lr 1e-4 --lr-decay-style WSD \
-  --lr-wsd-decay-iters 50 --bf16 --use-distributed-optimizer --recompute-granularity selective --save-interval 500 \
+  --lr-wsd-decay-iters 50 --bf16 --use-distributed-optimizer --recompute-granularity selective --recompute-modules moe_act layernorm --save-interval 500 \
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model mistralai/Mixtral-8x7B-v0.1 --data-path my_text_document
