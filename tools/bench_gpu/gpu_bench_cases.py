@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.layout.gpu_cluster import catalogue
+from shardwright.layout.gpu_cluster import catalogue, without_pcie_boards
 
 FAMILIES: dict[str, dict[str, Any]] = {
     # meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B and openai-community/gpt2-large, by their
@@ -175,8 +175,15 @@ def gpu_called(device: str) -> str:
     """The catalogue's name of what torch calls e.g. "NVIDIA H200". Raises ValueError where it is
     none of them."""
     words = device.lower().replace("geforce", "").replace("-", " ").split()
+    joined = {
+        "".join(words[first:stop])
+        for first in range(len(words))
+        for stop in range(first + 1, len(words) + 1)
+    }
     names = [name for name in catalogue()["gpus"] if name != "cpu"]
-    found = [name for name in names if name.split("-")[0] in ("".join(words[-2:]), *words)]
+    found = [name for name in names if name.split("-")[0] in joined]
+    boards = [name for name in found if {*name.split("-")[1:-1]} & {*words}]
+    found = boards or without_pcie_boards(found)
     sizes = [name for name in found if any(size in device.lower() for size in name.split("-")[-1:])]
     if len(sizes or found) != 1:
         raise ValueError(

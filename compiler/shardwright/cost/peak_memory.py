@@ -53,9 +53,13 @@ def memory_is_accepted(recipe: Recipe, memory: Memory) -> bool:
 
 def usable_bytes(problem: Problem, constants: Constants) -> int:
     """Return the bytes of a device beside the driver's and a pinned memory_headroom."""
-    driver = constants.driver_share if problem.cluster.gpu.kind.has_driver else 0.0
+    gpu, capacity = problem.cluster.gpu, problem.cluster.capacity_bytes
+    driver = constants.driver_share if gpu.kind.has_driver else 0.0
     headroom = problem.recipe.parallelism.memory_headroom or 0.0
-    return int(problem.cluster.capacity_bytes * (1 - max(driver, headroom)))
+    usable = int(capacity * (1 - max(driver, headroom)))
+    if gpu.visible_memory_gib is None:
+        return usable
+    return min(usable, int(gpu.visible_memory_gib * 2**30 * (1 - driver)))
 
 
 def bytes_with_headroom(capacity_bytes: int) -> int:

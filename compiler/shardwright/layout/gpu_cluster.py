@@ -24,6 +24,7 @@ class Gpu:
     """Describe a GPU.
 
     name: catalogue name, or "inline"
+    visible_memory_gib: what the driver shows of memory_gib; None: all of it
     peak_flops: dense FLOP/s by precision
     watts: the board's power limit; None where peak_flops are sustained
     cache_bytes: last-level cache
@@ -47,6 +48,7 @@ class Gpu:
     softmax_gain: float = 1.0
     best_product_flops: float | None = None
     attention_flops: tuple[float, float] | None = None
+    visible_memory_gib: float | None = None
 
     @property
     def kind(self) -> DeviceKind:
@@ -116,6 +118,7 @@ def _nvlink_domain_gpus(nodes: int, gpus_per_node: int, nvlink_gpus: int) -> int
 class InlineGpuDefaults(TypedDict):
     """Hold defaults for an inline GPU.
 
+    visible_memory_gib: what the driver shows where that is less than the board's name says
     nvlink_domain_gpus: GPUs that NVLink joins beyond a node
     sources: the source of each number
     """
@@ -128,6 +131,7 @@ class InlineGpuDefaults(TypedDict):
     fused_attention_gain: float
     softmax_gain: float
     best_product_tflops: float | None
+    visible_memory_gib: NotRequired[float]
     nvlink_domain_gpus: NotRequired[int]
     sources: dict[str, str]
 
@@ -154,21 +158,28 @@ def catalogue() -> Catalogue:
 
 def gpus_named(words: str) -> tuple[str, ...]:
     """Return the catalogue's GPUs that a short name may mean, the one with the most memory first:
-    "h100", "A100 40GB".
+    "h100", "A100 40GB", "RTX 4090".
 
-    Each word after the first may be the beginning of a word of the GPU's name.
+    Each word after the chip may be the beginning of a word of the GPU's name.
     """
     gpus = catalogue()["gpus"]
     if words in gpus:
         return (words,)
-    chip, *rest = _normalized(words).split("-")
+    parts = _normalized(words).split("-")
     found = [
         name
         for name in gpus
-        if name.split("-")[0] == chip
-        and all(any(part.startswith(word) for part in name.split("-")[1:]) for word in rest)
+        for chip, *of_name in (name.split("-"),)
+        for count in range(1, len(parts) + 1)
+        if chip == "".join(parts[:count])
+        and all(any(part.startswith(word) for part in of_name) for word in parts[count:])
     ]
-    return tuple(sorted(found, key=lambda name: -gpus[name]["memory_gib"]))
+    return tuple(sorted(without_pcie_boards(found), key=lambda name: -gpus[name]["memory_gib"]))
+
+
+def without_pcie_boards(names: list[str]) -> list[str]:
+    """Return the SXM boards of a chip, or all where there are none: "h100" is no PCIe board."""
+    return [name for name in names if not {"pcie", "nvl"} & {*name.split("-")}] or names
 
 
 def _normalized(name: str) -> str:
@@ -202,6 +213,7 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
         best_product_flops=None
         if chip["best_product_tflops"] is None
         else chip["best_product_tflops"] * 1e12,
+        visible_memory_gib=chip.get("visible_memory_gib"),
         attention_flops=None
         if attention is None
         else (attention.forward_tflops * 1e12, attention.backward_tflops * 1e12),

@@ -82,7 +82,7 @@ def test_nothing_is_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("asked", "code", "near"),
     [
-        (("Qwen/Qwen3-8B", "h100-pcie", 1, 8), "SW3001", "h100-sxm-80gb"),
+        (("Qwen/Qwen3-8B", "h100-sxm2", 1, 8), "SW3001", "h100-sxm-80gb"),
         (("Qwen/Qwen3-8b-Bse", "h100-sxm-80gb", 1, 8), "SW2001", "Qwen/Qwen3-8B-Base"),
         (("Qwen/Qwen3-8B", "h100-sxm-80gb", 1, 0), "SW1104", "1024"),
         (("Qwen/Qwen3-8B", "h100-sxm-80gb", -1, 8), "SW11", "nodes"),
@@ -185,7 +185,9 @@ def test_what_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(COMMANDS) <= offered(script, "")
     assert {"plan"} == offered(script, "pl")
     assert set(catalogue()["gpus"]) <= offered(script, "init", "gpt2", "--gpu", "")
-    assert {"h100-sxm-80gb", "h200-sxm-141gb"} == offered(script, "init", "gpt2", "--gpu", "h")
+    assert {"h100-sxm-80gb", "h100-pcie-80gb", "h100-nvl-94gb"} == offered(
+        script, "init", "gpt2", "--gpu", "h10"
+    )
     assert "--why-not" in offered(script, "explain", "--w")
 
 

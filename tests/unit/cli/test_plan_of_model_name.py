@@ -179,6 +179,10 @@ def test_a_model_is_planned_on_one_node_unless_told(capsys: pytest.CaptureFixtur
         ),
         ("A100-40GB", "a100-sxm4-40gb", "taken as a100-sxm4-40gb\n"),
         ("v100_sxm2", "v100-sxm2-32gb", "(the catalogue has v100-sxm2-16gb too)"),
+        ("h100-pcie", "h100-pcie-80gb", "taken as h100-pcie-80gb\n"),
+        ("A100 PCIe 40GB", "a100-pcie-40gb", "taken as a100-pcie-40gb\n"),
+        ("RTX 4090", "rtx4090-24gb", "taken as rtx4090-24gb\n"),
+        ("rtx pro 6000", "rtxpro6000-96gb", "taken as rtxpro6000-96gb\n"),
         ("cpu", "cpu", ""),
     ],
 )
@@ -193,7 +197,7 @@ def test_a_short_name_of_a_gpu(
 
 
 def test_a_short_name_that_fits_no_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "SW3001" in refused(capsys, "gpt2", "--gpu", "h100-pcie")
+    assert "SW3001" in refused(capsys, "gpt2", "--gpu", "h100-sxm2")
     assert "SW3001" in refused(capsys, "gpt2", "--gpu", "h1")
 
 

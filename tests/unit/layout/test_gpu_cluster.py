@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.peak_memory import usable_bytes
 from shardwright.diagnostics import Refusal
 from shardwright.layout.gpu_cluster import Gpu, catalogue, resolve_cluster
 from shardwright.recipe.recipe_types import AttentionRates, InlineGpu
-from tests.unit.models.factory import recipe_of
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 
 @pytest.mark.parametrize("name", catalogue()["gpus"])
@@ -25,6 +27,30 @@ def test_every_catalogue_entry_resolves_and_names_its_source(name: str) -> None:
         assert entry["memory_gib"] == int(
             name.rsplit("-", 1)[1].removeprefix("nvl").removesuffix("gb")
         )
+
+
+@pytest.mark.parametrize("name", catalogue()["gpus"])
+def test_peaks_of_the_catalogue_are_dense(name: str) -> None:
+    """fp8 at most twice half precision with the same accumulation, fp4 at most three times fp8
+    (Blackwell Ultra): a sparse figure of a data sheet is twice too high."""
+    peaks = catalogue()["gpus"][name]["peak_tflops"]
+    half = peaks.get("bf16", peaks["fp16"])
+    fp16_accumulation = 2 if name.startswith(("rtx4", "rtx5")) else 1
+    if "fp8" in peaks:
+        assert peaks["fp8"] == pytest.approx(2 * half * fp16_accumulation, rel=0.02)
+    if "fp4" in peaks:
+        assert peaks["fp4"] / peaks["fp8"] * (1 + 1e-3) >= 2 and peaks["fp4"] <= 3.1 * peaks["fp8"]
+
+
+def test_what_ecc_takes_is_not_planned_with() -> None:
+    """A board of 288 GB shows 268.5 GiB of it."""
+    recipe = recipe_of(cluster={"gpu": "b300-sxm-288gb"})
+    whole = recipe_of(cluster={"gpu": "mi355x-288gb"})
+    seen, everything = (
+        usable_bytes(problem_of(each, graph_of(SMALL_LLAMA)), default_constants())
+        for each in (recipe, whole)
+    )
+    assert seen < 268.5 * 2**30 < everything < 288 * 2**30
 
 
 def test_units_and_overrides() -> None:
