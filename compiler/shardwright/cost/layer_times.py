@@ -53,7 +53,12 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import is_decoder_frozen
-from shardwright.recipe.literal_types import Precision, RecomputedModules, RecomputeModule
+from shardwright.recipe.literal_types import (
+    LayerCheckpointing,
+    Precision,
+    RecomputedModules,
+    RecomputeModule,
+)
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.memoize import hashed_key, memoize
 
@@ -899,7 +904,9 @@ def kernel_seconds(priced: PricedLayout, rank: int) -> KernelSeconds | None:
     return found
 
 
-def _recomputed_kernels(forward: KernelSeconds, seconds: float, mode: str) -> KernelSeconds:
+def _recomputed_kernels(
+    forward: KernelSeconds, seconds: float, mode: LayerCheckpointing
+) -> KernelSeconds:
     """Split recomputation as the forward pass; what "selective" recomputes is attention first."""
     if mode != "selective":
         return forward.scaled_to(seconds)

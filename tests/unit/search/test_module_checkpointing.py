@@ -120,7 +120,8 @@ def test_a_search_recomputes_modules_where_nothing_recomputed_does_not_fit() -> 
         s = e.strategy
         lists = searched_modules(asked, s)
         assert s.recompute_modules in lists and e.memory.fits
-        for mode in ("none", *lists[: lists.index(s.recompute_modules)]):
+        modes: list[Any] = ["none", *lists[: lists.index(s.recompute_modules)]]
+        for mode in modes:
             other = dataclasses.replace(s, activation_checkpointing=mode)
             limit = estimate_memory(with_stages_assigned(asked, s)).capacity_bytes
             assert estimate_memory(with_stages_assigned(asked, other)).peak_bytes > 0.9 * limit
@@ -149,7 +150,7 @@ def test_what_a_search_tries_is_of_the_model_and_the_engine() -> None:
     def tried(asked: Problem) -> tuple[tuple[str, ...], ...]:
         return searched_modules(asked, search(asked).ranked[0].strategy)
 
-    pins = {"tensor": 1, "pipeline": 1, "micro_batch_size": 1}
+    pins: dict[str, Any] = {"tensor": 1, "pipeline": 1, "micro_batch_size": 1}
     assert tried(problem(**pins)) == (
         ("mla_up_proj", "moe_act"),
         ("layernorm", "mla_up_proj", "moe_act"),
