@@ -294,6 +294,11 @@ def _notes(predicted: PredictedStep, traces: Sequence[RankTrace], has_optimizer:
         notes.append(
             "one rank's trace does not tell a slow link from a late rank: give every rank's"
         )
+    if any(call.message_bytes is None for trace in traces for call in trace.collectives):
+        notes.append(
+            "some collectives have no sizes, so their links' rates are unknown: profile with "
+            "record_shapes=True"
+        )
     loading = statistics.fmean(trace.data_loading_seconds for trace in traces)
     if loading > 0.03 * statistics.fmean(trace.step_seconds for trace in traces):
         notes.append(

@@ -1,17 +1,18 @@
 """Find what slows a step down beyond the plan's figures: a late rank, a slow link, a slow layer.
 
-Clocks of several hosts differ, so ranks are compared by how long each takes for the same
-collective. It ends on all of its ranks at about the same time. The rank that came last is the one
-that takes the shortest, and its seconds are those of the transfer; the others wait for it.
+A collective ends on all of its ranks at about the same time, and begins when the last one comes:
+from there on it transfers, and before that the others wait. Clocks of several hosts differ, so they
+are set by those ends.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwright.cost.collective_seconds import (
@@ -36,6 +37,8 @@ SLOW_LAYER_FACTOR = 1.5
 SLOW_LINK_FACTOR = 1.5
 """Measured over expected seconds, from which on a layer or a link is reported."""
 
+Span = tuple[float, float]
+"""Holds when something begins and ends, seconds."""
 CauseKind = Literal["late_rank", "slow_link", "slow_layer"]
 
 
@@ -57,18 +60,30 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedCollective:
-    """Hold one collective as several ranks saw it; calls: by place in the list of traces."""
+    """Hold one collective as several ranks saw it.
+
+    calls: by place in the list of traces, all by the first one's clock
+    """
 
     calls: dict[int, CollectiveCall]
 
     @property
-    def transfer(self) -> CollectiveCall:
-        """Return the call of the rank that came last."""
-        return min(self.calls.values(), key=lambda call: call.seconds)
+    def last_rank(self) -> int:
+        return max(self.calls, key=lambda at: self.calls[at].start)
 
     @property
-    def last_rank(self) -> int:
-        return min(self.calls, key=lambda at: self.calls[at].seconds)
+    def transfer(self) -> CollectiveCall:
+        """Return the call of the rank that came last."""
+        return self.calls[self.last_rank]
+
+    @property
+    def waits(self) -> dict[int, Span]:
+        """Return from when to when each other rank waits for the last one."""
+        return {
+            at: (call.start, min(call.end, self.transfer.start))
+            for at, call in self.calls.items()
+            if at != self.last_rank
+        }
 
 
 def find_causes(priced: PricedLayout, traces: Sequence[RankTrace]) -> tuple[Cause, ...]:
@@ -106,7 +121,59 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
         if len(of_rank) > 1 and len({len(calls) for calls in of_rank.values()}) == 1:
             for together in zip(*of_rank.values(), strict=True):
                 found.append(MatchedCollective(calls=dict(zip(of_rank, together, strict=True))))
-    return found
+    offsets = _clock_offsets(traces, found)
+    return [
+        MatchedCollective(
+            calls={
+                at: replace(call, start=call.start - offsets[at]) for at, call in one.calls.items()
+            }
+        )
+        for one in found
+    ]
+
+
+def _clock_offsets(
+    traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
+) -> list[float]:
+    """Return how far each rank's clock is ahead of the first one's, by the ends of collectives.
+
+    Ranks of one host have one clock, unless the ends are further apart than the longest collective.
+    """
+    offsets = [0.0] * len(traces)
+    known, missing = {0}, set(range(1, len(traces)))
+    while missing:  # from rank to rank, over the collectives that they share
+        for at in sorted(missing):
+            differences = [
+                one.calls[at].end - one.calls[other].end + offsets[other]
+                for one in matched
+                if at in one.calls
+                for other in one.calls.keys() & known
+            ]
+            if differences:
+                offset = statistics.median(differences)
+                longest = max(call.seconds for one in matched for call in one.calls.values())
+                is_near = traces[at].host == traces[0].host != "" and abs(offset) < longest
+                offsets[at] = 0.0 if is_near else offset
+                known.add(at)
+                missing.discard(at)
+                break
+        else:
+            break
+    return offsets
+
+
+def covered_seconds(spans: Iterable[Span]) -> float:
+    """Return the seconds in at least one of the spans."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(reached, start))
+        reached = max(reached, end)
+    return total
+
+
+def busy_seconds(calls: Sequence[CollectiveCall]) -> float:
+    """Return how long at least one of the calls runs: those of one group may share the link."""
+    return covered_seconds((call.start, call.end) for call in calls)
 
 
 def _late_ranks(
@@ -114,14 +181,14 @@ def _late_ranks(
 ) -> Iterator[Cause]:
     """Yield the rank that the others wait for, unless they wait for any other nearly as long."""
     steps = max(trace.steps for trace in traces)
-    waited: dict[int, float] = defaultdict(float)
+    waits: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for one in matched:
-        others = [
-            call.seconds - one.transfer.seconds
-            for at, call in one.calls.items()
-            if at != one.last_rank
-        ]
-        waited[one.last_rank] += statistics.fmean(others) / steps
+        for other, span in one.waits.items():
+            waits[one.last_rank][other].append(span)  # several may be under way at once
+    waited = {
+        at: statistics.fmean(map(covered_seconds, of_rank.values())) / steps
+        for at, of_rank in waits.items()
+    }
     ranked = sorted(waited.items(), key=lambda item: -item[1])
     if not ranked or (len(ranked) > 1 and ranked[0][1] < LATE_OVER_NEXT * ranked[1][1]):
         return
@@ -171,7 +238,7 @@ def _slow_links(
     steps = max(trace.steps for trace in traces)
     for calls in groups.values():
         first = calls[0]
-        measured = sum(call.seconds for call in calls)
+        measured = busy_seconds(calls)
         expected = sum(expected_seconds(priced, call) or 0.0 for call in calls)
         if measured < SLOW_LINK_FACTOR * expected:
             continue

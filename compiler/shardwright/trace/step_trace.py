@@ -98,6 +98,10 @@ class CollectiveCall:
     seconds: float
 
     @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+    @property
     def bus_bytes(self) -> float | None:
         """Return the bytes through one rank's link; nccl-tests divides them by the seconds for its
         bus bandwidth."""
@@ -132,6 +136,7 @@ class RankTrace:
     """Hold what one rank's trace tells of a step; seconds are of one step.
 
     rank, world_size: None where torch.distributed was not initialized
+    host: the host's name; "" where the trace has none
     device: the GPU's name; "" for a CPU's trace
     steps: how many steps the trace has
     has_step_marks: the profiler's own marks told the steps; else the whole trace counts as `steps`
@@ -147,6 +152,7 @@ class RankTrace:
     file: str
     rank: int | None
     world_size: int | None
+    host: str
     device: str
     is_cpu: bool
     steps: int
@@ -411,6 +417,7 @@ def _rank_trace(
         file=str(path),
         rank=_integer(distributed.get("rank")),
         world_size=world,
+        host=host if isinstance(host := entries.get("host_name"), str) else "",
         device="" if is_cpu else _device_name(entries),
         is_cpu=is_cpu,
         steps=count,

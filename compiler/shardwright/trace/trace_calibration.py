@@ -32,6 +32,7 @@ from shardwright.trace.kernel_classes import LINE_LABELS, Line
 from shardwright.trace.memory_snapshot import MemoryPeak
 from shardwright.trace.plan_comparison import PredictedStep
 from shardwright.trace.rank_comparison import (
+    busy_seconds,
     expected_seconds,
     group_of_call,
     match_collectives,
@@ -255,14 +256,19 @@ def transfers(traces: Sequence[RankTrace]) -> list[CollectiveCall]:
 def _fit_links(fit: _Fit, priced: PricedLayout, traces: Sequence[RankTrace]) -> None:
     if any(trace.collectives for trace in traces) and len(traces) == 1:
         fit.skipped.append("links: one rank's file does not tell a transfer from the wait for it")
-    ratios: dict[str, list[float]] = {}
+    groups: dict[str, dict[tuple[str, tuple[int, ...]], list[CollectiveCall]]] = {}
     for call in transfers(traces):
-        group, expected = group_of_call(priced, call), expected_seconds(priced, call)
-        if group is not None and expected and call.seconds > 0:
+        group = group_of_call(priced, call)
+        if group is not None and expected_seconds(priced, call) and call.seconds > 0:
             where = "inter_node" if group.spans_nodes else "intra_node"
-            ratios.setdefault(f"{where}_efficiency", []).append(expected / call.seconds)
-    for name, found in ratios.items():
-        value = getattr(fit.constants, name) * statistics.median(found)
+            of_group = groups.setdefault(f"{where}_efficiency", {})
+            of_group.setdefault((call.group, call.ranks), []).append(call)
+    for name, found in groups.items():
+        share = statistics.median(
+            sum(expected_seconds(priced, call) or 0.0 for call in calls) / busy_seconds(calls)
+            for calls in found.values()
+        )
+        value = getattr(fit.constants, name) * share
         if name == "inter_node_efficiency" and not _decides(fit, traces, name):
             fit.skipped.append("links between nodes: their rate is that of cluster.fabric")
             continue

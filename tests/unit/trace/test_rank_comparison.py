@@ -116,6 +116,32 @@ def test_the_dearest_first(tmp_path: Path) -> None:
     assert {cause.kind for cause in found} == {"late_rank", "slow_link"}
 
 
+def test_ends_that_differ_make_no_rank_late(tmp_path: Path) -> None:
+    plan, _ = priced(gpus=2)
+    traces = []
+    for rank, took in ((0, 60.0), (1, 90.0)):  # both begin at once; gloo ends at different times
+        events = [kernel("matrix_products", 0, 10), nccl("all_reduce", 10, took, 10**8, range(2))]
+        path = tmp_path / f"{rank}.json"
+        write_trace(path, [*events, *step_marks((0, 110))], rank=rank)
+        path.write_text(path.read_text().replace("{", '{"host_name": "a", ', 1))
+        traces.append(read_step_trace(path))
+    assert {cause.kind for cause in find_causes(plan, traces)} <= {"slow_link"}
+
+
+def test_queued_collectives_count_a_wait_once(tmp_path: Path) -> None:
+    plan, _ = priced(gpus=2)
+    traces = []
+    for rank, start in ((0, 10.0), (1, 40.0)):
+        events = [kernel("matrix_products", 0, start)]
+        events += [
+            nccl("all_reduce", start + at, 60 - start - at, 10**6, range(2)) for at in (0, 1, 2)
+        ]
+        path = write_trace(tmp_path / f"{rank}.json", [*events, *step_marks((0, 100))], rank=rank)
+        traces.append(read_step_trace(path))
+    late = next(c for c in find_causes(plan, traces) if c.kind == "late_rank")
+    assert late.subject == "rank 1" and "wait 32.0 ms" in late.message
+
+
 def test_a_slow_layer_by_marks(tmp_path: Path) -> None:
     found = causes(tmp_path, marked=7)
     assert {cause.subject for cause in found} == {"layers. 7"}
