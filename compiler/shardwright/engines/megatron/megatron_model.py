@@ -46,8 +46,9 @@ if not hasattr(moe_utils, "te_general_gemm"):
 if not HAVE_TE:
     # 0.16.1 checks a module against a class that is missing then (multi_latent_attention.py:185).
     multi_latent_attention.HAVE_TE = False
-    # 0.16.1 takes every checkpoint that discards its output for one in FP8 (tensor_parallel/
-    # random.py:636), and asks Transformer Engine for its state. Without it nothing is in FP8.
+    # 0.16.1 takes every checkpoint that discards its output for one in FP8
+    # (megatron/core/tensor_parallel/random.py:636), and asks Transformer Engine for its state.
+    # Without it nothing is in FP8.
     _checkpoint_init = CheckpointWithoutOutput.__init__
 
     def _checkpoint_without_fp8(self: Any, fp8: object = None) -> None:
