@@ -150,7 +150,7 @@ def test_megatrons_recomputed_modules(
     draft = convert_config(None, command, None, "/").draft
     key = "parallelism.activation_checkpointing"
     assert (asked in draft.fill[key]) if asked else draft.values[key] == value
-    assert "--recompute-modules" in {**draft.carried, **draft.left} or "modules" not in words
+    assert "--recompute_modules" in {**draft.carried, **draft.left} or "modules" not in words
 
 
 def test_a_default_that_a_recipe_does_not_share() -> None:

@@ -406,12 +406,14 @@ BENCHES: dict[str, tuple[str, ...]] = {
     "batch-size": (*ENGINE, *DATA, *RUN, "monitor/gradient_noise_scale.py"),
     "cost": COST,
     "gloo": ("cost/collective_seconds.py",),
+    "gpu": COST,
     "schedule": ("layout",),
 }
 _MODULES = {
     "batch-size": "tools/bench_batch_size.py",
     "cost": "tools/fit_cost/bench_cost.py",
     "gloo": "tools/bench_gloo.py",
+    "gpu": "tools/bench_gpu/gpu_bench.py",
     "schedule": "tools/bench_pipeline_schedule.py",
 }
 
