@@ -53,7 +53,7 @@ def test_the_installed_version_says_which_modules_it_knows(
     accepted = recompute_modules.accepted_recompute_modules.__wrapped__
     text = 'allowed_modules = {\n    "core_attn",\n    "moe",\n}\n'
     (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer/transformer_config.py").write_text(text)
+    (tmp_path / "transformer" / "transformer_config.py").write_text(text)
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     assert accepted() == {"core_attn", "moe"}
