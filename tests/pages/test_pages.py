@@ -80,6 +80,7 @@ def test_every_rule_says_something() -> None:
     }
     rare |= {"SW3181", "SW3182", "SW3183"}  # a model that learns from pairs
     rare |= {"SW3125"}  # a state space model on packed documents
+    rare |= {"SW3196"}  # a list of recomputed modules, which only target: megatron takes
     rare |= {"SW3136", "SW3220"}  # a longrope model on packed documents; a run of few steps
     assert (rules_for("deepspeed") | rules_for("reference")).keys() - set(examples()) <= rare
 

@@ -65,6 +65,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"expert": 2, "zero_stage": 0},
     {"virtual_stages": 2},
     {"pipeline": 4, "data": 4, "activation_checkpointing": PartialCheckpointing(full=32)},
+    {"activation_checkpointing": ("mlp", "moe")},
     {"zero_stage": 1, "offload": "parameters"},
     {"zero_stage": 3, "offload": "parameters"},
     {"context": 2, "data": 8},
