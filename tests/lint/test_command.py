@@ -207,7 +207,7 @@ class TestMemory:
 
     def test_unknown_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ("--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B", "--gpu")
-        assert self.lint(tmp_path, self.CONFIG, *arguments, "h100-pcie") == 1
+        assert self.lint(tmp_path, self.CONFIG, *arguments, "h100-sxm2") == 1
         assert "error[SW3001]" in capsys.readouterr().err
 
     def test_short_name_of_a_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
