@@ -109,6 +109,15 @@ def graph_command(kind: str) -> list[str]:
     ]
 
 
+TORCH_SECONDS = 1.0
+"""In which the machine imports torch that the limits of several seconds were set on."""
+
+
+def slowness(folder: Path) -> float:
+    """How many times as long as that machine this one takes; at least 1."""
+    return max(1.0, seconds([sys.executable, "-c", "import torch"], folder) / TORCH_SECONDS)
+
+
 def within(limit: float, runs: int, command: list[str], folder: Path, **environment: str) -> bool:
     """Whether the median of `runs` is, in one of three rounds: another job may slow one round down,
     a command that is slow by itself fails all three."""
@@ -132,7 +141,8 @@ def test_a_known_graph_takes_0_3_seconds_and_no_torch(kind: str, tmp_path: Path)
 
 @pytest.mark.alone
 def test_tracing_405b_takes_8_seconds_in_a_new_process(tmp_path: Path) -> None:
-    assert within(8, 1, graph_command("trace"), tmp_path, SHARDWRIGHT_CACHE="off")
+    limit = 8 * slowness(tmp_path)
+    assert within(limit, 1, graph_command("trace"), tmp_path, SHARDWRIGHT_CACHE="off")
 
 
 @pytest.mark.alone
@@ -153,7 +163,7 @@ def test_a_popular_model_is_planned_in_2_seconds(tmp_path: Path) -> None:
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "HF_TOKEN": "",
     }
-    assert within(2, 3, command, tmp_path, **environment)
+    assert within(2 * slowness(tmp_path), 3, command, tmp_path, **environment)
 
 
 def test_a_popular_model_is_planned_at_once_with_nothing_at_all(tmp_path: Path) -> None:
