@@ -110,7 +110,7 @@ def graph_command(kind: str) -> list[str]:
 
 
 TORCH_SECONDS = 1.0
-"""In which the machine imports torch that the limits of several seconds were set on."""
+"""Tells how long the machine imported torch on which the limits of several seconds were set."""
 
 
 def slowness(folder: Path) -> float:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 WARM_UPS, REPEATS, SECONDS = 2, 20, 0.4
 TOKENS = 32768
-"""Of one call of attention, as rows of the asked length; a longer row stands alone."""
+"""Limits the tokens of one call of attention, in rows of one length; a longer row stands alone."""
 LENGTHS = (2048, 8192, 32768, 131072)
 HEADS = {"gqa-128": (32, 8, 128, 128), "mha-64": (32, 32, 64, 64), "mla": (16, 16, 192, 128)}
 """Name -> query heads, key heads, dimension of queries and keys, dimension of values."""

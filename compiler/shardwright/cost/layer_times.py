@@ -285,18 +285,15 @@ class _MicroBatchCosts:
         self, which: str, width: int, forward: float, backward: float
     ) -> tuple[KernelSeconds, KernelSeconds]:
         """Split the embedding's or the head's seconds. A vision encoder counts as products."""
-        lookup = traffic_seconds(
-            self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element
-        )
+        lookup = self._lookup()
         if which == "embedding":
             products = (forward - lookup, backward - BACKWARD_OVER_FORWARD * lookup)
         elif self.graph.task_traits.compares_pairs:
             rows = self.s.micro_batch_size
             products = self._product(rows, self.graph.features, self.graph.hidden_size, 1)
         else:
-            multiple = self.kernels.vocabulary_multiple
-            width = -(-width // multiple) * multiple
-            products = self._product(self.tokens, width, self.graph.hidden_size, 1)
+            padded = self._padded_vocabulary(width)
+            products = self._product(self.tokens, padded, self.graph.hidden_size, 1)
         ahead, back = (
             _kernels(products=(own := min(max(0.0, p), whole)), memory_bound=whole - own)
             for p, whole in zip(products, (float(forward), float(backward)), strict=True)
@@ -360,9 +357,7 @@ class _MicroBatchCosts:
         )
         if self.mfu is not None:
             return *tower, 0.0
-        forward = traffic_seconds(
-            self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element
-        )
+        forward = self._lookup()
         return forward + tower[0], BACKWARD_OVER_FORWARD * forward + tower[1], 0.0
 
     def head(self, width: int) -> tuple[float, float, float]:
@@ -380,8 +375,7 @@ class _MicroBatchCosts:
                 self._backward_at_mfu(forward),
                 forward if self.s.loss == "chunked" else 0.0,
             )
-        multiple = self.kernels.vocabulary_multiple
-        width = -(-width // multiple) * multiple
+        width = self._padded_vocabulary(width)
         forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
         logits = self.tokens * width * self.c.of_family("logit_traffic_bytes", self.kernels.family)
         loss = traffic_seconds(self.device, self.c, logits)
@@ -403,6 +397,16 @@ class _MicroBatchCosts:
         moved = self.tokens * graph.layers[-1].activation_elements_per_token * self._element
         norm = traffic_seconds(self.device, self.c, moved)
         return forward + product[0] + norm, backward + product[1] + 2 * norm, 0.0
+
+    def _lookup(self) -> float:
+        """Return forward seconds of the embedding's rows, read and written."""
+        moved = 2 * self.tokens * self.graph.hidden_size * self._element
+        return traffic_seconds(self.device, self.c, moved)
+
+    def _padded_vocabulary(self, width: int) -> int:
+        """Return the head's local width as its kernels pad it."""
+        multiple = self.kernels.vocabulary_multiple
+        return -(-width // multiple) * multiple
 
     @property
     def _element(self) -> int:

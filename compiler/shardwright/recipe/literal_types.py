@@ -15,7 +15,7 @@ RecomputeModule = Literal[
 """Names a module of a layer that Megatron-Core recomputes by itself (its recompute_modules)."""
 RecomputedModules = tuple[RecomputeModule, ...]
 LayerCheckpointing = Checkpointing | RecomputedModules
-"""What of a checkpointed layer the backward pass recomputes."""
+"""Names what of a checkpointed layer the backward pass recomputes."""
 Offload = Literal["none", "optimizer", "parameters"]
 """Names what is kept in host memory."""
 Loss = Literal["full", "chunked"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 Line = Literal[
     "matrix_products",
@@ -36,7 +36,7 @@ COLLECTIVE_LINES: tuple[Line, ...] = (
     "send_recv",
     "other_collectives",
 )
-LINES: tuple[Line, ...] = (*COMPUTE_LINES, "host_copies", *COLLECTIVE_LINES, "idle")
+LINES: tuple[Line, ...] = get_args(Line)
 LINE_LABELS: dict[Line, str] = {
     "matrix_products": "matrix products",
     "attention": "attention",

@@ -1,4 +1,4 @@
-"""What Megatron-Core's recompute_modules save and cost: bytes by the shapes of the modules, and
+"""Checks what Megatron-Core's recompute_modules save and cost: bytes by the modules' shapes, and
 their forward passes once more."""
 
 from __future__ import annotations
