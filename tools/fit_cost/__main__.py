@@ -18,7 +18,14 @@ import shardwright.engines
 from shardwright.cost.cost_constants import Constants, constant_entries, default_constants
 from tools.fit_cost.assumed_runs import ASSUMED_RUNS
 from tools.fit_cost.least_squares_fit import fit, fitted_names, memory_target, priors, time_target
-from tools.fit_cost.published_runs import Case, estimate, load_cases, load_engine_cases
+from tools.fit_cost.published_runs import (
+    Case,
+    estimate,
+    load_cases,
+    load_engine_cases,
+    load_moe_cases,
+    load_own_cases,
+)
 
 FILE = Path(shardwright.cost.__file__).with_name("constants.json")
 ASSUMED = Path(shardwright.engines.__file__).with_name("assumed_runs.json")
@@ -62,7 +69,7 @@ def write_assumed_runs() -> None:
 
 def main() -> None:
     write_assumed_runs()
-    cases = load_cases() + load_engine_cases()
+    cases = load_cases() + load_engine_cases() + load_moe_cases() + load_own_cases()
     c = fit(cases, priors())
     c = dataclasses.replace(c, memory_headroom=headroom(cases, c))
     before = default_constants()

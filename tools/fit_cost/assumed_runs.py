@@ -10,16 +10,23 @@ from __future__ import annotations
 from shardwright.engines.run_profiles import AssumedEngine, AssumedRuns
 
 # torch's kernels, one an operator. These runs have no dropout.
-_HF = {"dropout": 0, "selective_by_operator": True}
+_HF = {"dropout": 0, "selective_by_operator": True, "attention": "flash"}
 # GPTs in PyTorch that are pretrained without dropout, whatever GPT-2's configuration says. They ran
 # MPT and similar models, whose GELU and loss are fused (decision 011). A row's recipe is a GPT-2
 # for want of the real model.
-_MPT = {"traces_activations": False, "loss_family": "hf"}
+_MPT = {
+    "traces_activations": False,
+    "loss_family": "hf",
+    "attention": "flash1",
+    "composed_activation": 0,
+}
 # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473,
 # section 4.2). It pads the vocabulary to a multiple of 128 x t, and gives each stage as many
 # decoder layers. Its own checkpoint repeats all of a layer. Without ZeRO on one data rank,
 # Megatron-LM itself is what ran.
 _MEGATRON = {
+    "composed_activation": 0,
+    "attention": "best",
     "eager_rms_norm": 2,
     "dropout": 0.5,
     "rotary": 2,
@@ -35,6 +42,8 @@ _MEGATRON = {
 # Each chain of elementwise operators is one kernel, the norm with the residual before it. The loss
 # beside compiled layers is torch's own (torchtitan).
 _COMPILED = {
+    "composed_activation": 0,
+    "attention": "flash",
     "eager_rms_norm": 2,
     "residual": 2,
     "dropout": 0,
@@ -46,6 +55,17 @@ _COMPILED = {
     "recomputes_elementwise": True,
     "selective_by_operator": True,
 }
+
+# Mixtures under FSDP (NeMo AutoModel, Megatron FSDP): Transformer Engine's layers and DeepEP.
+_FSDP_EXPERTS = {
+    "eager_rms_norm": 2,
+    "rotary": 2,
+    "feed_forward": 1.0,
+    "attention": "best",
+    "fuses_attention_sinks": True,
+    "uses_deepep": True,
+}
+_EXPERT_TYPES = ("deepseek_v3", "qwen3_moe", "gpt_oss")
 
 # torchtitan and llm-foundry. PyTorch gathers a layer from one flat buffer, and overlaps more of it
 # where torch.compile leaves the host time.
@@ -87,7 +107,10 @@ _NANOTRON: AssumedEngine = {
 
 ASSUMED_RUNS: AssumedRuns = {
     "kernels": {"hf": _HF, "megatron": _MEGATRON, "compiled": _COMPILED},
-    "model_kernels": {"hf": {"gpt2": _MPT}},
+    "model_kernels": {
+        "hf": {"gpt2": _MPT, **dict.fromkeys(_EXPERT_TYPES, _FSDP_EXPERTS)},
+        "compiled": dict.fromkeys(_EXPERT_TYPES, _FSDP_EXPERTS),
+    },
     "engines": {
         "deepspeed": {"hf": _FSDP, "megatron": _MEGATRON_DEEPSPEED, "compiled": _COMPILED_FSDP},
         "megatron": {"hf": _NANOTRON},

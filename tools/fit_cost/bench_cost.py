@@ -9,7 +9,7 @@ benchmarks/cost.json, and the errors by regime that `plan` prints to cost/predic
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,11 @@ import numpy as np
 import shardwright.cost
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.peak_memory import framework_bytes
-from shardwright.cost.prediction_errors import error_benchmark, generation_of, regimes
+from shardwright.cost.prediction_errors import error_benchmark, regimes
 from shardwright.engines.engine_table import engine_title
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.search.layout_resolution import with_stages_assigned
-from tools.fit_cost import score, score_engines
+from tools.fit_cost import score, score_engines, score_moe
 from tools.fit_cost.least_squares_fit import LinearizedFit, as_megatron_run
 from tools.fit_cost.published_runs import (
     HARDWARE,
@@ -36,6 +36,8 @@ from tools.fit_cost.published_runs import (
     is_engine_row,
     load_cases,
     load_engine_cases,
+    load_moe_cases,
+    load_own_cases,
     resolved_layout,
 )
 from tools.prove.proof_ledger import stamp
@@ -161,6 +163,29 @@ def _seconds(row: dict[str, Any]) -> float | None:
     return seconds
 
 
+def moe_scores(found: list[CaseError]) -> dict[str, Any]:
+    """Of moe.json's rows: errors of time by regime, of experts' memory, and the regret."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for o in found:
+        if o.time is not None:
+            times[score_moe.regime(o.case.row)].append(o.time)
+    experts = [o.memory for o in found if o.memory is not None and _has_experts(o.case)]
+    predicted = [
+        (o.case.row, (1 + o.time) * score_moe.seconds(o.case.row)) for o in found if o.time
+    ]
+    regrets = score_moe.regrets(predicted)
+    return {
+        "time": score_moe.summary(times),
+        "experts_memory": float(np.mean(np.abs(experts))),
+        "regret": float(np.mean(regrets)),
+        "groups": len(regrets),
+    }
+
+
+def _has_experts(case: Case) -> bool:
+    return "experts" in score_moe.regime(case.row)
+
+
 def by_regime(cases: list[Case], c: Constants) -> dict[str, Any]:
     """engines.json's scorer, of these of its rows."""
     rows, found = [case.row for case in cases], [as_scored(estimate(case, c)) for case in cases]
@@ -208,8 +233,8 @@ def errors(cases: list[Case], c: Constants) -> dict[str, Any]:
 
 
 def main() -> None:
-    first, engines = load_cases(), load_engine_cases()
-    cases, c = first + engines, default_constants()
+    first, engines, moe = load_cases(), load_engine_cases(), load_moe_cases()
+    cases, c = first + engines + moe + load_own_cases(), default_constants()
     around = LinearizedFit(cases, c)
     projects = left_out(cases, around, lambda case: case.project)
     first_out = {
@@ -240,7 +265,10 @@ def main() -> None:
         for name, (those, found) in left_out(cases, around, engine_of).items()
     }
     hardware = left_out(first, around, hardware_of)
+    moe_ids = {case.row["id"] for case in moe}
+    moe_out = [o for o in every if o.case.row["id"] in moe_ids]
     document: dict[str, Any] = {
+        "moe_left_out": moe_scores(moe_out),
         "left_out": first_out,
         "left_out_mean": project_mean(first_out),
         "engines_left_out": engines_out,
@@ -276,6 +304,7 @@ def main() -> None:
         "",
         f"DeepSpeed's own rows, their project left out: {document['deepspeed_left_out']:.1%}",
     ]
+    lines += ["", "moe.json, each source left out", json.dumps(document["moe_left_out"], indent=1)]
     lines += ["", "engines.json, all rows in the fit"]
     print("\n".join(lines))
     score_engines.show(document["engines"])
@@ -325,13 +354,11 @@ def kinds(found: list[tuple[Case, float]]) -> dict[str, Any]:
 
 
 def band(runs: list[tuple[Case, float]]) -> dict[str, Any]:
-    """A regime's entry in measured.json. runs: each with its absolute error."""
-    gpus = Counter(generation_of(case.row["hardware"]["gpu"]) for case, _ in runs)
+    """A regime's entry in prediction_errors.json. runs: each with its absolute error."""
     return {
         "runs": len(runs),
         "half_width": half_width([error for _, error in runs]),
         "sources": len({case.project for case, _ in runs}),
-        "gpus": dict(sorted(gpus.items())),
     }
 
 

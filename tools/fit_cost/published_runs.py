@@ -26,16 +26,22 @@ from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_checked_layout, resolve_layout
 from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.utils.memoize import memoize
-from tools.fit_cost import score, score_engines
+from tools.bench_gpu import gpu_bench_cases
+from tools.fit_cost import score, score_engines, score_moe
 
 ROWS = Path(__file__).with_name("rows.json")
 ENGINE_ROWS = Path(__file__).with_name("engines.json")
+MOE_ROWS = Path(__file__).with_name("moe.json")
+OWN_ROWS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.json"
 # A row's project, from the start of its `source`.
 PROJECTS = {
     "llm-foundry": "MPT (llm-foundry)",
     "BigScience": "BigScience",
     "BLOOM": "BigScience",
-    "Megatron": "NVIDIA's papers",
+    "Megatron SC": "NVIDIA's papers",
+    "Megatron-Bridge": "Megatron-Bridge",
+    "Megatron-MoE": "Megatron-MoE-ModelZoo",
+    "Megatron-LM DeepSeek": "Megatron-MoE-ModelZoo",
     "Korthikanti": "NVIDIA's papers",
     "MT-NLG": "NVIDIA's papers",
     "torchtitan": "torchtitan",
@@ -46,6 +52,12 @@ PROJECTS = {
     "InternLM": "InternEvo",
     "Nanotron": "nanotron",
     "SimuMax": "SimuMax",
+    "make bench-gpu": "this project's H200",
+    "ms-swift": "ms-swift",
+    "XTuner": "XTuner",
+    "FlagPerf": "FlagPerf",
+    "NeMo AutoModel": "NeMo AutoModel",
+    "Primus": "AMD Primus",
 }
 
 # Generations of GPUs among the rows.
@@ -125,6 +137,47 @@ def load_engine_cases(path: Path = ENGINE_ROWS) -> list[Case]:
     return [case_of(row) for row in score.rows(path)]
 
 
+def load_moe_cases(path: Path = MOE_ROWS) -> list[Case]:
+    """Runs with experts, context ranks, low precision and new GPUs."""
+    return [case_of(row) for row in score.rows(path) if score_moe.is_usable(row)]
+
+
+def load_own_cases(path: Path = OWN_ROWS) -> list[Case]:
+    """This project's own runs on one GPU (`make bench-gpu`)."""
+    document = json.loads(path.read_text("utf-8"))
+    cases = []
+    for name, found in document["layouts"].items():
+        if "measured_step_seconds" not in found:
+            continue
+        asked = gpu_bench_cases.recipe(gpu_bench_cases.LAYOUTS[name], document["machine"]["gpu"])
+        training = asked["training"]
+        measured = {
+            "iteration_time_s": found["measured_step_seconds"],
+            "peak_mem_GB": found["measured_peak_bytes"] / 1e9,
+            "oom": False,
+        }
+        row = {
+            "id": f"own-{name}",
+            "source": "make bench-gpu",
+            "engine": "DeepSpeed",
+            "family": "dense",
+            "asked": asked,
+            "model": {"seq_len": training["sequence_length"]},
+            "hardware": {"gpu": document["machine"]["gpu"], "nodes": 1, "n_gpus": 1},
+            "parallel": {"global_batch": training["global_batch_size"], "offload": None},
+            "measured": measured,
+            "notes": "",
+            "price": {"kernels": None},
+        }
+        cases.append(case_of(row))
+    return cases
+
+
+def is_moe_row(row: Row) -> bool:
+    """Of moe.json."""
+    return "dispatcher" in row
+
+
 def is_engine_row(row: Row) -> bool:
     """Of engines.json, whose rows say how they are to be asked."""
     return "price" in row
@@ -138,11 +191,24 @@ def in_gigabytes(row: Row) -> Row:
     return {**row, "measured": {**row["measured"], "peak_mem_GB": held * 2**30 / 1e9}}
 
 
+def recipe_of(row: Row) -> dict[str, Any]:
+    """The recipe that asks for the row's layout."""
+    if "asked" in row:
+        asked: dict[str, Any] = row["asked"]
+        return asked
+    if is_moe_row(row):
+        return score_moe.recipe(row)
+    document: dict[str, Any] = (
+        score_engines.recipe(row) if is_engine_row(row) else score.recipe(row)
+    )
+    return document
+
+
 def case_of(row: Row) -> Case:
     row = in_gigabytes(row)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
-        document = score_engines.recipe(row) if is_engine_row(row) else score.recipe(row)
+        document = recipe_of(row)
         file.write_text(json.dumps(document))
         recipe = load_recipe(file, [])
     name = repr(recipe.model)

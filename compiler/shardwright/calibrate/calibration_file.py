@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from shardwright.calibrate.measurement_job import ProcessResult
 from shardwright.cost import kernel_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
-from shardwright.cost.kernel_seconds import Device, product_seconds
+from shardwright.cost.kernel_seconds import Device, fused_attention_seconds, product_seconds
 from shardwright.cost.layer_times import peak_flops
 from shardwright.engines.run_profiles import KernelProfile
 from shardwright.layout.formats import element_bytes
@@ -202,27 +202,22 @@ def least(of: Callable[[float], float], around: float, reach: float) -> float:
 def _attention(
     cluster: Cluster, precision: Precision, c: Constants, samples: Sequence[TimingSample]
 ) -> float | None:
-    """Fit the rate of attention's products at the longest sequences, where they dominate, after
-    subtracting the exponentials."""
+    """Fit the rate of attention at the longest sequences, over the rate of its library."""
     if not samples:
         return None
-    peak = peak_flops(cluster.gpu, precision)
+    device = device_of(cluster, precision, c)
+    unit = dataclasses.replace(c, fused_attention_efficiency=1.0)
     longest = max(s.sizes["length"] for s in samples)
     rates = []
     for s in samples:
         heads, width, length = s.sizes["heads"], s.sizes["head_dim"], s.sizes["length"]
         if length * 4 < longest:
             continue
-        softmax = (
-            heads
-            * length**2
-            * c.softmax_unit_seconds
-            / cluster.gpu.compute_units
-            / cluster.gpu.softmax_gain
+        flops = 4 * heads * length**2 * width
+        expected, _ = fused_attention_seconds(
+            device, unit, flops=flops, head_dim=int(width), length=int(length)
         )
-        left = s.seconds.value - softmax
-        rate = 4 * heads * length**2 * width / max(left, 0.1 * s.seconds.value)
-        rates.append(rate / peak / cluster.gpu.fused_attention_gain)
+        rates.append(expected / s.seconds.value)
     return statistics.median(rates)
 
 

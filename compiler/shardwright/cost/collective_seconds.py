@@ -13,6 +13,7 @@ Nodes that NVLink joins count as one node (cluster.nvlink_domain_gpus).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardwright.cost.collective_bandwidth import Collective, bandwidth_share
@@ -121,11 +122,18 @@ def all_reduce_seconds(
 
 
 def all_to_all_seconds(
-    cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
+    cluster: Cluster,
+    c: Constants,
+    group: Group,
+    total_bytes: float,
+    calls: float = 1.0,
+    efficiency: float | None = None,
 ) -> float:
     """Return the seconds in which each rank sends an equal piece of total_bytes to each other one.
 
     Pieces for the same node use its links and others the rank's own adapter, both at once.
+
+    efficiency: share of both links' rate; None: as of other collectives
     """
     n, here = group.ranks, group.ranks_per_node
     if n == 1:
@@ -134,7 +142,7 @@ def all_to_all_seconds(
         (here - 1)
         / n
         * total_bytes
-        / (cluster.intra_node_bytes_per_second * c.intra_node_efficiency)
+        / (cluster.intra_node_bytes_per_second * (efficiency or c.intra_node_efficiency))
     )
     start, across = c.intra_node_hop_seconds, 0.0
     if group.spans_nodes:
@@ -143,9 +151,35 @@ def all_to_all_seconds(
             (n - here)
             / n
             * total_bytes
-            / (cluster.inter_node_bytes_per_second * c.inter_node_efficiency)
+            / (cluster.inter_node_bytes_per_second * (efficiency or c.inter_node_efficiency))
         )
     return calls * start + max(inside, across)
+
+
+def deduplicated_all_to_all_seconds(
+    cluster: Cluster, c: Constants, group: Group, total_bytes: float, experts: int
+) -> float:
+    """Return the seconds of DeepEP's dispatch and combine, whose bytes are of `experts` copies.
+
+    A token crosses to each other node that has any of its experts once, N (1 - (1 - 1/N)^k)
+    (N - 1)/N times of it, and goes on to each rank there once (DeepEP's README). Both overlap.
+    """
+    n, here, nodes = group.ranks, group.ranks_per_node, group.nodes
+    if n == 1:
+        return 0.0
+
+    def distinct(places: int) -> float:
+        return places * (1 - math.pow(1 - 1 / places, experts))
+
+    token_bytes = total_bytes / experts
+    inside = distinct(n) * (here - 1) / here * token_bytes
+    inside /= cluster.intra_node_bytes_per_second * c.deepep_intra_node_efficiency
+    start, across = c.intra_node_hop_seconds, 0.0
+    if group.spans_nodes:
+        start = c.inter_node_hop_seconds
+        across = distinct(nodes) * (nodes - 1) / nodes * token_bytes
+        across /= cluster.inter_node_bytes_per_second * c.deepep_inter_node_efficiency
+    return 2 * start + max(inside, across)
 
 
 def send_seconds(cluster: Cluster, c: Constants, distance: int, message_bytes: float) -> float:

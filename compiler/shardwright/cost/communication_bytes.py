@@ -13,11 +13,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cost.collective_seconds import all_to_all_seconds, gather_seconds
+from shardwright.cost.collective_seconds import (
+    all_to_all_seconds,
+    deduplicated_all_to_all_seconds,
+    gather_seconds,
+)
 from shardwright.cost.layer_shapes import LayerShape, recompute_stops_early
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.layout.formats import element_bytes
 from shardwright.layout.zero_settings import LIVE_NUMEL
+from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.memoize import memoize
 
 
@@ -112,9 +117,19 @@ def _modules(priced: PricedLayout, blocks: tuple[ModelChunk, ...], at: int) -> l
 # b: micro-batch, S: tokens of a sequence on a rank, H: hidden size, k: chosen experts, e: expert
 # ranks.
 EXPERT_IMBALANCE = 1.25
-"""Gives the busiest expert rank's tokens over the mean. No token is dropped, so there is no
-bound. Routers trained with a balance loss stay near the mean, which estimates assume; twice the
-mean is possible early in training."""
+"""Gives the busiest expert rank's tokens over the mean where assume.expert_imbalance is auto. No
+token is dropped, so there is no bound. Routers trained with a balance loss stay near the mean,
+which estimates assume; twice the mean is possible early in training."""
+
+
+def expert_imbalance(recipe: Recipe) -> float:
+    """Return the busiest expert rank's tokens over the mean."""
+    return recipe.assume.expert_imbalance or EXPERT_IMBALANCE
+
+
+def has_deepep(priced: PricedLayout) -> bool:
+    """Return whether a token is sent once to each node and rank with any of its experts."""
+    return priced.kernels.uses_deepep or priced.recipe.parallelism.expert_dispatcher == "deepep"
 
 
 def expert_exchange_seconds(priced: PricedLayout) -> list[float]:
@@ -127,18 +142,23 @@ def expert_exchange_seconds(priced: PricedLayout) -> list[float]:
     # shards gather the tokens first and reduce-scatter the outputs
     # (megatron/core/transformer/moe/token_dispatcher.py).
     share = s.tensor if s.sequence_parallel else 1
-    group = priced.group(s.expert, s.expert_tensor_ranks)
+    group, c = priced.group(s.expert, s.expert_tensor_ranks), priced.constants
+    exposed = 1 - (c.expert_overlap_share if priced.recipe.parallelism.expert_overlap else 0.0)
     gathers = share > 1 and s.expert_tensor_ranks > 1
 
     def layer_seconds(kind: LayerShape) -> float:
-        routed_bytes = EXPERT_IMBALANCE * 2 * routed_token_bytes(priced, kind)
-        exchange = all_to_all_seconds(cluster, priced.constants, group, routed_bytes / share, 3)
+        sent = expert_imbalance(priced.recipe) * 2 * routed_token_bytes(priced, kind) / share
+        if has_deepep(priced):
+            exchange = deduplicated_all_to_all_seconds(
+                cluster, c, group, sent, kind.experts_per_token
+            )
+        else:
+            exchange = all_to_all_seconds(cluster, c, group, sent, 3, c.expert_alltoall_efficiency)
+        exchange *= exposed
         if not gathers:
             return exchange
         expert_tensor_group = priced.group(s.expert_tensor_ranks, 1)
-        return exchange + gather_seconds(
-            cluster, priced.constants, expert_tensor_group, routed_bytes, 2
-        )
+        return exchange + gather_seconds(cluster, c, expert_tensor_group, sent * share, 2)
 
     seconds = [
         layer_seconds(kind) if kind.experts_per_token else 0.0 for kind in priced.shapes.kinds
@@ -163,7 +183,7 @@ def imbalance_bytes(priced: PricedLayout, kind: LayerShape) -> float:
     if s.expert == 1 or not kind.experts_per_token:
         return 0.0
     inner = priced.tokens * kind.experts_per_token * kind.expert_features * priced.element_bytes
-    return (EXPERT_IMBALANCE - 1) * (routed_token_bytes(priced, kind) + inner)
+    return (expert_imbalance(priced.recipe) - 1) * (routed_token_bytes(priced, kind) + inner)
 
 
 def dispatch_buffer_bytes(priced: PricedLayout, kind: LayerShape) -> float:

@@ -38,12 +38,13 @@ class Constants:
     load_alignment_efficiency: float
     # attention
     fused_attention_efficiency: float
-    softmax_unit_seconds: float
     score_passes_hf: float
     score_passes_megatron: float
     score_passes_compiled: float
     # kernels that move memory
     memory_efficiency: float
+    eager_unit_bytes_per_second: float
+    low_precision_cast_bytes: float
     logit_traffic_bytes_hf: float
     logit_traffic_bytes_megatron: float
     logit_traffic_bytes_compiled: float
@@ -63,6 +64,12 @@ class Constants:
     zero_reduction_efficiency: float
     pipeline_host_seconds: float
     hook_seconds: float
+    expert_alltoall_efficiency: float
+    deepep_inter_node_efficiency: float
+    deepep_intra_node_efficiency: float
+    expert_overlap_share: float
+    expert_host_seconds_alltoall: float
+    expert_host_seconds_deepep: float
     overlap_megatron: float
     overlap_deepspeed: float
     overlap_fsdp: float

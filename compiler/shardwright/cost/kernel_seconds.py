@@ -11,6 +11,12 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from shardwright.cost.chip_rates import (
+    AttentionLibrary,
+    AttentionRate,
+    attention_rate,
+    unaligned_product_flops,
+)
 from shardwright.cost.cost_constants import Constants
 from shardwright.layout.gpu_cluster import Gpu
 from shardwright.utils.memoize import hashed_key, memoize
@@ -32,6 +38,9 @@ SPLITS = (1, 2, 4)
 # Share of the peak that the fastest product reaches on a board that holds its clock (an A100: the
 # prior of gemm_efficiency).
 MAX_PRODUCT_EFFICIENCY = 0.86
+# Fused attention recomputes its scores in the backward pass: five products against two (arXiv
+# 2205.14135).
+FUSED_BACKWARD_OVER_FORWARD = 2.5
 ALIGNED_WIDTH = 64
 ALIGNED_LOAD = 8
 
@@ -43,6 +52,9 @@ class Device:
     flops_per_second: dense peak of the precision
     sustained_share: share of it at the board's power limit
     cache_bytes: last-level cache
+    attention: of fused attention, over the dense half-precision peak
+    unaligned_flops: FLOP/s of products whose widths are no multiples of ALIGNED_LOAD; None where
+        they have a factor alone
     """
 
     flops_per_second: float
@@ -51,14 +63,21 @@ class Device:
     cache_bytes: float
     compute_units: int
     element_bytes: int
-    fused_attention_gain: float = 1.0
-    softmax_gain: float = 1.0
+    attention: AttentionRate
+    unaligned_flops: float | None
 
 
-def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constants) -> Device:
+def device_of(
+    gpu: Gpu,
+    flops_per_second: float,
+    element_bytes: int,
+    c: Constants,
+    library: AttentionLibrary = "torch",
+) -> Device:
     """Return the device of a GPU and a precision.
 
     flops_per_second: dense peak of the precision with elements of element_bytes
+    library: computes fused attention
     """
     share = sustained_share(c, flops_per_second, gpu.watts)
     if gpu.best_product_flops is not None and element_bytes < 4:
@@ -70,8 +89,8 @@ def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constant
         cache_bytes=gpu.cache_bytes,
         compute_units=gpu.compute_units,
         element_bytes=element_bytes,
-        fused_attention_gain=gpu.fused_attention_gain,
-        softmax_gain=gpu.softmax_gain,
+        attention=attention_rate(gpu, library),
+        unaligned_flops=unaligned_product_flops(gpu) if element_bytes < 4 else None,
     )
 
 
@@ -91,6 +110,8 @@ def product_seconds(
     units = device.compute_units
     rate = device.flops_per_second * device.sustained_share / units * c.gemm_efficiency
     rate *= width_efficiency(device, c, batch * m, n, k)
+    if device.unaligned_flops is not None and (n % ALIGNED_LOAD or k % ALIGNED_LOAD):
+        rate = min(rate, device.unaligned_flops / units)
     moved = batch * (m * k + k * n + m * n) * device.element_bytes
     bandwidth = device.bytes_per_second * c.memory_efficiency
     best = math.inf
@@ -152,23 +173,34 @@ def traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
     return moved_bytes / (device.bytes_per_second * c.memory_efficiency)
 
 
-def fused_products_seconds(device: Device, c: Constants, *, flops: float, head_dim: int) -> float:
-    """Return the forward seconds of fused causal attention's two products.
+def eager_traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
+    """Return the seconds of Hugging Face's kernels between products, one an operator.
 
-    flops: full S x S
+    Most broadcast, convert or follow strides, so multiprocessors bound them where the memory is
+    fast.
     """
-    share = (
-        c.fused_attention_efficiency * device.fused_attention_gain * load_efficiency(c, head_dim)
+    rate = min(
+        device.bytes_per_second * c.memory_efficiency,
+        device.compute_units * c.eager_unit_bytes_per_second,
     )
-    return flops / (device.flops_per_second * share)
+    return moved_bytes / rate
 
 
-def softmax_seconds(device: Device, c: Constants, *, scores: float) -> float:
-    """Return the seconds of fused attention's exponentials.
+def fused_attention_seconds(
+    device: Device, c: Constants, *, flops: float, head_dim: int, length: int
+) -> tuple[float, float]:
+    """Return the forward and backward seconds of fused causal attention.
 
-    No tensor core computes them, so they take a larger share with a small head.
+    The forward pass has two products, the backward pass five (arXiv 2205.14135): it recomputes the
+    scores. Half the scores are skipped.
+
+    flops: forward, of the full S x S
+    length: of a sequence (tokens)
     """
-    return scores * c.softmax_unit_seconds / device.compute_units / device.softmax_gain
+    forward, backward = device.attention.shares(head_dim, length)
+    full = flops / 2 / device.flops_per_second
+    full /= c.fused_attention_efficiency * load_efficiency(c, head_dim)
+    return full / forward, FUSED_BACKWARD_OVER_FORWARD * full / backward
 
 
 def eager_attention_seconds(

@@ -63,6 +63,8 @@ class LayerShape:
     attention_flops: per token and position
     fused_norms: torch's own LayerNorm, one kernel
     composed_norms: a weight without a bias, RMSNorm in Python
+    head_norm_features: of norms inside the attention module, of queries and keys by head or of
+        latents
     gathered_products: linears whose whole output every tensor rank gathers
     gathered_outputs: their total width
     gathered_features: what they move per token forward and backward: the output gathered and the
@@ -82,6 +84,7 @@ class LayerShape:
     scores: int
     fused_norms: int
     composed_norms: int
+    head_norm_features: int
     gathered_features: int
     gathered_products: int
     gathered_outputs: int = 0
@@ -291,6 +294,7 @@ def _split_layer(
         scores=layer.attention_matrix_elements_per_token_per_position,
         fused_norms=_norms(layer, graph.hidden_size, with_bias=True),
         composed_norms=_norms(layer, graph.hidden_size, with_bias=False),
+        head_norm_features=_head_norm_features(graph, layer, attention),
         gathered_features=sum(out + 2 * width for out, width in gathered),
         gathered_products=len(gathered),
         gathered_outputs=sum(out for out, _ in gathered),
@@ -375,6 +379,25 @@ def _norms(layer: Layer, hidden: int, *, with_bias: bool) -> int:
         modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter.shape)
     sizes = [len(shapes) for shapes in modules.values() if set(shapes) == {(hidden,)}]
     return sum(1 for size in sizes if (size > 1) == with_bias)
+
+
+def _head_norm_features(graph: ModelGraph, layer: Layer, attention: str) -> int:
+    """Return the features per token of norms inside the attention module, but those of the hidden
+    size.
+
+    A weight of the head dimension is shared by all query heads, or by all key heads.
+    """
+    features = 0
+    for parameter in layer.parameters:
+        if not parameter.name.startswith(attention) or len(parameter.shape) != 1:
+            continue
+        module = parameter.name.removeprefix(attention).rpartition(".")[0]
+        if "norm" not in module.lower() or parameter.shape == (graph.hidden_size,):
+            continue
+        heads = graph.key_value_heads if module.startswith("k") else graph.attention_heads
+        by_head = parameter.shape == (graph.head_dim,)
+        features += parameter.numel * (heads if by_head else 1)
+    return features
 
 
 # Saved activation bytes by layer: the traced bytes of the model's modules, or arXiv 2205.05198's
@@ -645,7 +668,7 @@ def _formula_bytes(
     if mode == "none":
         scores = (
             layer.attention_matrix_elements_per_token_per_position
-            if graph.attention == "eager"
+            if graph.attention == "eager" and not kernels.fuses_attention_sinks
             else 0
         )
         sharded += attention + scores * sequence_length
@@ -667,7 +690,7 @@ def _selective_op_bytes(
     saved = saved_products(products)
     last = products[-1].n if products and len(products) % 2 else 0
     sharded = sum(p.n for p in saved) - last
-    if graph.attention != "eager":
+    if graph.attention != "eager" or kernels.fuses_attention_sinks:
         sharded += graph.attention_heads * graph.head_dim
     replicated = graph.hidden_size + (0 if kernels.recomputes_elementwise else last)
     return ActivationBytes(replicated=replicated * size, sharded=sharded * size)

@@ -16,26 +16,30 @@ from shardwright.cost.calibrated_costs import (
     measured_layer_seconds,
     representative_layers,
 )
+from shardwright.cost.chip_rates import low_precision_gain
 from shardwright.cost.collective_seconds import all_reduce_seconds, gather_seconds, send_seconds
 from shardwright.cost.communication_bytes import (
-    EXPERT_IMBALANCE,
     context_exchange_bytes,
     expert_exchange_seconds,
+    expert_imbalance,
+    has_deepep,
     hidden_state_bytes,
     layer_all_reduces,
     repeats_feed_forward_reduce,
 )
 from shardwright.cost.cost_constants import Constants
 from shardwright.cost.kernel_seconds import (
+    ALIGNED_WIDTH,
     device_of,
     eager_attention_seconds,
-    fused_products_seconds,
+    eager_traffic_seconds,
+    fused_attention_seconds,
     product_seconds,
-    softmax_seconds,
     traffic_seconds,
 )
 from shardwright.cost.layer_shapes import (
     LayerShape,
+    Product,
     model_shapes,
     recompute_stops_early,
     recomputed_product_flops,
@@ -59,14 +63,13 @@ from shardwright.recipe.literal_types import (
     RecomputedModules,
     RecomputeModule,
 )
-from shardwright.recipe.recipe_types import Recipe
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, Recipe
 from shardwright.utils.memoize import hashed_key, memoize
 
 # A product has two of its size in the backward pass: the inputs' gradient and the weights'.
 BACKWARD_OVER_FORWARD = 2.0
-# Fused attention recomputes its scores in the backward pass: five products against two (arXiv
-# 2205.14135), and the exponentials once more.
-FUSED_BACKWARD_OVER_FORWARD = 2.5
+COMPOSED_ACTIVATIONS = frozenset({"gelu_new"})
+"""Activations that transformers computes with an operator for each term."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +101,7 @@ def _layer_seconds_shared_key(
     return (
         graph.identity,
         (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
-        (gpu.fused_attention_gain, gpu.softmax_gain, gpu.best_product_flops),
+        (gpu.name, gpu.best_product_flops),
         (
             peak_flops(gpu, recipe.training.precision),
             recipe.training.precision,
@@ -107,6 +110,8 @@ def _layer_seconds_shared_key(
         (
             recipe.assume.kernels,
             recipe.assume.mfu,
+            recipe.assume.expert_imbalance,
+            recipe.training.low_precision,
             recipe.lora is not None,
             recipe.model.freeze,
             largest_image_sequence(recipe, graph),
@@ -174,8 +179,10 @@ class _MicroBatchCosts:
     ) -> None:
         precision = recipe.training.precision
         self.recipe, self.graph, self.s, self.c = recipe, graph, s, c
-        self.kernels = kernel_profile(recipe.assume.kernels, graph.model_type)
+        self.kernels = kernel_profile(recipe.assume.kernels, graph.model_type, recipe.target)
         self.mfu = recipe.assume.mfu
+        self.imbalance = expert_imbalance(recipe)
+        self.low_precision_gain = low_precision_gain(gpu, recipe.training.low_precision)
         self.traits = traits_of(recipe.target, recipe.assume.kernels, s)
         # Frozen weights have no gradient; the adapters' own products are a few percent.
         self.frozen = recipe.lora is not None or is_decoder_frozen(graph, recipe.model.freeze)
@@ -184,7 +191,10 @@ class _MicroBatchCosts:
         self.launches_are_free = gpu.kind.launches_are_free
         self.fp32_flops = peak_flops(gpu, "fp32")
         self.shapes = model_shapes(graph, s.tensor)
-        self.device = device_of(gpu, peak_flops(gpu, precision), element_bytes(precision), c)
+        library = "flash" if graph.attention == FLASH_ATTENTION_2 else self.kernels.attention
+        self.device = device_of(
+            gpu, peak_flops(gpu, precision), element_bytes(precision), c, library
+        )
 
     def decoder(self, kind: LayerShape) -> tuple[float, float, float]:
         mode = self.s.checkpointing
@@ -229,7 +239,7 @@ class _MicroBatchCosts:
                     for p in recomputed_products(kind.products)
                 )
             )
-            selective += scores if self.graph.attention == "eager" else 0.0
+            selective += scores if self._is_eager else 0.0
         else:
             selective = scores + projections[0] - unread_inside + moved_inside
         floor = (
@@ -254,7 +264,7 @@ class _MicroBatchCosts:
             self._products(kind, in_attention=True),
         )
         scores, moved, products = self._scores(kind), sum(self._moved(kind)), 0.0
-        if self.graph.attention == "eager":
+        if self._is_eager:
             heads = self.s.micro_batch_size * self.graph.attention_heads
             products = kind.attention_flops and eager_attention_seconds(
                 self.device,
@@ -268,8 +278,8 @@ class _MicroBatchCosts:
         def split(at: int, over_forward: float) -> KernelSeconds:
             own = products * over_forward
             in_products = outside[at] + inside[at] + own
-            eager = scores[at] - own if self.graph.attention == "eager" else 0.0
-            attention = 0.0 if self.graph.attention == "eager" else scores[at]
+            eager = scores[at] - own if self._is_eager else 0.0
+            attention = 0.0 if self._is_eager else scores[at]
             memory_bound = over_forward * moved + eager
             host = passes[at] - in_products - attention - memory_bound
             return _kernels(
@@ -409,6 +419,11 @@ class _MicroBatchCosts:
         return -(-width // multiple) * multiple
 
     @property
+    def _is_eager(self) -> bool:
+        """Return whether attention writes its scores to memory."""
+        return self.graph.attention == "eager" and not self.kernels.fuses_attention_sinks
+
+    @property
     def _element(self) -> int:
         return self.device.element_bytes
 
@@ -424,7 +439,11 @@ class _MicroBatchCosts:
     def _product(self, m: float, n: int, k: int, batch: float) -> tuple[float, float]:
         forward = product_seconds(self.device, self.c, m=m, n=n, k=k, batch=batch)
         inputs = product_seconds(self.device, self.c, m=m, n=k, k=n, batch=batch)
-        weights = product_seconds(self.device, self.c, m=n, n=k, k=max(1, round(m)), batch=batch)
+        # Its rows are summed over: they need no alignment.
+        summed = -(-max(1, round(m)) // ALIGNED_WIDTH) * ALIGNED_WIDTH if m > ALIGNED_WIDTH else m
+        weights = product_seconds(
+            self.device, self.c, m=n, n=k, k=max(1, round(summed)), batch=batch
+        )
         return forward, inputs if self.frozen else inputs + weights
 
     def _products(self, kind: LayerShape, *, in_attention: bool) -> tuple[float, float]:
@@ -443,16 +462,33 @@ class _MicroBatchCosts:
         forward = backward = 0.0
         expert = self.s.expert if kind.expert_numel else 1
         for p in chosen:
+            rows, batch, busiest = max(1.0, self.tokens), float(p.batch), 1.0
             if p.batch > 1:
                 # A rank holds fewer experts, each with tokens of all expert ranks; the step waits
                 # for the busiest rank.
                 rows = max(1.0, self.tokens * min(1.0, routed) * expert)
-                f, b = self._product(rows, p.n, p.k, p.batch / expert)
-                f, b = (f, b) if expert == 1 else (EXPERT_IMBALANCE * f, EXPERT_IMBALANCE * b)
-            else:
-                f, b = self._product(max(1.0, self.tokens), p.n, p.k, p.batch)
+                batch, busiest = p.batch / expert, self.imbalance if expert > 1 else 1.0
+            f, b = self._in_low_precision(*self._product(rows, p.n, p.k, batch), rows, p, batch)
+            f, b = busiest * f, busiest * b
             forward, backward = forward + f, backward + b
         return forward, backward
+
+    def _in_low_precision(
+        self, forward: float, backward: float, rows: float, p: Product, batch: float
+    ) -> tuple[float, float]:
+        """Return the seconds of a linear layer's product with the recipe's low precision.
+
+        Products get faster; inputs, weights and the output's gradient are scaled and cast.
+
+        batch: products of so many rows
+        """
+        gain = self.low_precision_gain
+        if gain == 1.0:
+            return forward, backward
+        moved = self.c.low_precision_cast_bytes * batch
+        ahead = traffic_seconds(self.device, self.c, moved * (rows + p.n) * p.k)
+        back = traffic_seconds(self.device, self.c, moved * rows * p.n)
+        return forward / gain + ahead, backward / gain + back
 
     def _skipped_product(self, kind: LayerShape, *, in_attention: bool) -> float:
         """Return forward seconds of the last product, where recomputation skips it (see
@@ -469,7 +505,7 @@ class _MicroBatchCosts:
             return 0.0, 0.0
         degree = self.shapes.attention_degree
         heads = s.micro_batch_size * graph.attention_heads / (degree * s.context)
-        if graph.attention == "eager":
+        if self._is_eager:
             passes = self.c.of_family("score_passes", self.kernels.family)
             forward = eager_attention_seconds(
                 self.device,
@@ -480,34 +516,46 @@ class _MicroBatchCosts:
                 passes=passes,
             )
             return forward, BACKWARD_OVER_FORWARD * forward
-        products = fused_products_seconds(
+        return fused_attention_seconds(
             self.device,
             self.c,
             flops=kind.attention_flops * self.length * self.tokens / degree,
             head_dim=graph.head_dim,
+            length=self.length,
         )
-        softmax = softmax_seconds(self.device, self.c, scores=heads * self.length**2)
-        return products + softmax, FUSED_BACKWARD_OVER_FORWARD * products + softmax
 
     def _moved(self, kind: LayerShape) -> tuple[float, float]:
         """Return forward seconds of memory-bound kernels, inside and outside the attention
         module."""
-        passes, hidden, graph = self.kernels, self.graph.hidden_size, self.graph
+        passes, hidden, graph, shapes = (
+            self.kernels,
+            self.graph.hidden_size,
+            self.graph,
+            self.shapes,
+        )
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
-        whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.eager_rms_norm
-        whole = (whole + 2 * (passes.residual + dropout)) * hidden
+        # Contiguous ones run at the memory's rate; eager RMSNorms and rotary embeddings do not.
+        whole = (kind.fused_norms * passes.norm + 2 * (passes.residual + dropout)) * hidden
+        norms = kind.composed_norms * passes.eager_rms_norm * hidden
         cut = self._feed_forward_elements(kind)
         rotated = (graph.attention_heads + graph.key_value_heads) * graph.head_dim
-        inside = kind.attention_elements + (
-            0.0 if self.shapes.positions else passes.rotary * rotated
-        )
-        outside = whole / (self.s.tensor if self.s.sequence_parallel else 1) + cut
-        per_element = self.tokens * self._element
+        inside = passes.eager_rms_norm * kind.head_norm_features
+        inside += 0.0 if shapes.positions else passes.rotary * rotated
+        sharers = self.s.tensor if self.s.sequence_parallel else 1
+
+        def seconds(contiguous: float, composed: float) -> float:
+            per_element = self.tokens * self._element
+            if self.kernels.family != "hf":
+                return traffic_seconds(self.device, self.c, per_element * (contiguous + composed))
+            return traffic_seconds(
+                self.device, self.c, per_element * contiguous
+            ) + eager_traffic_seconds(self.device, self.c, per_element * composed)
+
         return (
-            traffic_seconds(
-                self.device, self.c, per_element * inside / self.shapes.attention_degree
+            seconds(
+                kind.attention_elements / shapes.attention_degree, inside / shapes.attention_degree
             ),
-            traffic_seconds(self.device, self.c, per_element * outside),
+            seconds(whole / sharers + cut, norms / sharers),
         )
 
     def _feed_forward_elements(self, kind: LayerShape) -> float:
@@ -515,7 +563,19 @@ class _MicroBatchCosts:
         hidden = self.graph.hidden_size
         kept = 4 * hidden + (hidden if self.graph.max_dropout > 0 else 0)
         inner = max(0, kind.elements - kind.attention_elements - kept)
-        return self.kernels.feed_forward * inner / self.shapes.feed_forward_degree
+        moved = self.kernels.feed_forward * inner
+        if activation_name(self.graph) in COMPOSED_ACTIVATIONS:
+            moved += self.kernels.composed_activation * self.graph.feed_forward_size
+        return moved / self.shapes.feed_forward_degree
+
+
+def activation_name(graph: ModelGraph) -> str:
+    """Return the feed-forward's activation as transformers names it; "" where it is not said."""
+    for config in (graph.config, graph.config.get("text_config")):
+        for key in ("hidden_act", "activation_function", "hidden_activation"):
+            if isinstance(config, dict) and isinstance(name := config.get(key), str):
+                return name
+    return ""
 
 
 # Forward and backward passes of one micro-batch, kernels and collectives. They add up over layers,
@@ -566,7 +626,8 @@ def _pass_times_shared_key(problem: Problem, c: Constants) -> Hashable:
             problem.graph.identity,
             r.training.sequence_length,
         ),
-        (r.assume.kernels, r.assume.mfu is None),
+        (r.target, r.assume.kernels, r.assume.mfu is None, r.assume.expert_imbalance),
+        (r.parallelism.expert_dispatcher, r.parallelism.expert_overlap),
         c,
     )
 
@@ -648,6 +709,17 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
         forward_comm += exchange + rows
         backward_comm += (1 + repeated) * exchange + (1 + whole) * rows
         partial_recompute_comm += (exchange + rows) * partial
+    if floor := _expert_host_seconds(priced):
+        has_experts = np.array(
+            [
+                kind >= 0 and priced.shapes.kinds[kind].experts_per_token > 0
+                for kind in priced.shapes.kind_of
+            ]
+        )
+        idle = floor * FORWARD_SHARE - _each(seconds.forward) - forward_comm
+        forward_comm = forward_comm + has_experts * np.maximum(0.0, idle)
+        idle = floor * (1 - FORWARD_SHARE) - backward - backward_comm
+        backward_comm = backward_comm + has_experts * np.maximum(0.0, idle)
     return PassTimes(
         forward_compute=seconds.forward,
         backward_compute=_sums(backward),
@@ -659,6 +731,18 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
         send_seconds=0.0,
         is_host_bound=is_host_bound,
     )
+
+
+def _expert_host_seconds(priced: PricedLayout) -> float:
+    """Return the host's seconds for an expert layer's micro-batch under Megatron-Core, forward and
+    backward, which bound what its GPU takes; 0 elsewhere."""
+    if priced.cluster.gpu.kind.launches_are_free or priced.kernels.family != "megatron":
+        return 0.0
+    c = priced.constants
+    # Half of what hides of the exchange: launches of one micro-batch run while another computes.
+    hidden = c.expert_overlap_share / 2 if priced.recipe.parallelism.expert_overlap else 0.0
+    seconds = c.expert_host_seconds_deepep if has_deepep(priced) else c.expert_host_seconds_alltoall
+    return seconds * (1 - hidden)
 
 
 def micro_batch_overhead_seconds(priced: PricedLayout) -> float:

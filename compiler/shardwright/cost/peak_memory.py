@@ -406,11 +406,12 @@ def _retained_output_bytes(priced: PricedLayout) -> float:
 def _bucket_bytes(priced: PricedLayout, numel: int) -> float:
     """Return ZeRO's communication bucket, in the backward pass and in the step.
 
-    A pipeline allocates it after the last backward pass (DeepSpeed stage_1_and_2.py,
+    Megatron's optimizer reduces and gathers in the gradients' and parameters' own buffers. A
+    pipeline allocates it after the last backward pass (DeepSpeed stage_1_and_2.py,
     reduce_gradients).
     """
     s = priced.strategy
-    if s.zero_stage == 0 or s.zero_world_size == 1:
+    if s.zero_stage == 0 or s.zero_world_size == 1 or priced.traits.fuses_accumulation:
         return 0.0
     return min(BUCKET_NUMEL, numel) * priced.element_bytes
 

@@ -1,10 +1,10 @@
 """Look up the cost model's error on published runs that it was not fitted to, by regime.
 
-measured.json (of `make bench-cost`) holds the errors. A regime is an engine, a kind of run (dense,
-experts, long context, offload) and a bottleneck. Its error is the half-width that holds 80 % of its
-runs. With fewer than 20 runs, or runs of one source, the wider regime of the same kind and a
-similar engine counts. A regime without a run of the layout's GPU generation has no error: the
-layout is then not calibrated.
+prediction_errors.json (of `make bench-cost`) holds the errors. A regime is an engine, a kind of run
+(plain, experts, context ranks, long rows, offload), a GPU generation, a precision and a bottleneck.
+Its error is the half-width that holds 80 % of its runs. With fewer than 20 runs, or runs of one
+source, the wider regime of the same kind, generation and precision counts; without one, the layout
+is not calibrated.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ class RegimeErrors:
 
     half_width: of predicted over measured less 1, which holds 80 % of the runs
     sources: projects that published the runs
-    gpus: runs by GPU generation ("Hopper")
     """
 
     runs: int
     half_width: float
     sources: int
-    gpus: Mapping[str, int]
 
     @property
     def has_enough_runs(self) -> bool:
@@ -99,6 +97,8 @@ _GENERATIONS = {
     **dict.fromkeys(("a100", "a800"), "Ampere"),
     **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200"), "Hopper"),
     **dict.fromkeys(("b200", "b300", "gb200", "gb300"), "Blackwell"),
+    **dict.fromkeys(("mi300x", "mi325x"), "CDNA 3"),
+    **dict.fromkeys(("mi350x", "mi355x"), "CDNA 4"),
 }
 
 
@@ -132,13 +132,20 @@ def regimes(priced: PricedLayout) -> tuple[str, ...]:
     )
     if s.pipeline > 1 and nodes > 1:
         where = f"a pipeline over {where}"
+    alike = hardware_of(priced)
     return (
-        f"{engine}, ZeRO-{s.zero_stage}, {kind}{bound}, {where}",
-        f"{engine}, {kind}{bound}, {where}",
-        f"{engine}, {kind}{bound}",
-        f"{engine}, {kind}",
-        f"{family}, {kind}",
+        f"{engine}, ZeRO-{s.zero_stage}, {kind}{bound}, {where}, {alike}",
+        f"{engine}, {kind}{bound}, {where}, {alike}",
+        f"{engine}, {kind}{bound}, {alike}",
+        f"{engine}, {kind}, {alike}",
+        f"{family}, {kind}, {alike}",
     )
+
+
+def hardware_of(priced: PricedLayout) -> str:
+    """Name the GPU's generation, and low precision, which every run of a regime shares."""
+    low = "" if priced.recipe.training.low_precision == "none" else ", low precision"
+    return generation_of(priced.cluster.gpu.name) + low
 
 
 def workload_of(priced: PricedLayout) -> str:
@@ -146,6 +153,8 @@ def workload_of(priced: PricedLayout) -> str:
         return "offload"
     if experts_per_layer(priced.graph) > 1:
         return "experts"
+    if priced.strategy.context > 1:
+        return "context ranks"
     return "long rows" if priced.recipe.training.sequence_length > LONG_TOKENS else "plain"
 
 
@@ -180,21 +189,14 @@ class _Error:
 def _error(priced: PricedLayout, runs: PublishedErrors, names: tuple[str, ...]) -> _Error:
     if reason := _uncalibrated_reason(priced, runs):
         return _Error(reason=reason)
-    generation = generation_of(priced.cluster.gpu.name)
     found = [(name, runs.bands[name]) for name in names if name in runs.bands]
     found = [(name, band) for name, band in found if band.has_enough_runs]
     engine = engine_title(priced.recipe.target, priced.recipe.assume.kernels)
-    kind = f"{engine}, {workload_of(priced)}"
+    kind = f"{engine}, {workload_of(priced)}, {hardware_of(priced)}"
     if not found:
         return _Error(reason=kind)
-    if all(generation not in band.gpus for _, band in found):
-        gpu = priced.cluster.gpu.name
-        return _Error(reason=f"{kind}, {'an inline GPU' if gpu == 'inline' else gpu}")
-    name, band = next((name, band) for name, band in found if generation in band.gpus)
-    here = band.gpus[generation]
-    words = f"{name}: {band.runs} runs" + (
-        "" if here == band.runs else f", {here} of them on {generation}"
-    )
+    name, band = found[0]
+    words = f"{name}: {band.runs} runs"
     # A few runs of the engine itself cannot lower the error, but they can raise it.
     own = runs.bands.get(kind)
     if own is not None and own.runs < band.runs and own.half_width > band.half_width:
@@ -220,14 +222,12 @@ def _uncalibrated_reason(priced: PricedLayout, runs: PublishedErrors) -> str:
     recipe, gpu, s = priced.recipe, priced.cluster.gpu, priced.strategy
     if gpu.is_cpu:
         return "a CPU"
-    if all(generation_of(gpu.name) not in band.gpus for band in runs.bands.values()):
-        return "an inline GPU" if gpu.name == "inline" else gpu.name
+    if gpu.name == "inline":
+        return "an inline GPU"
     if recipe.training.precision not in runs.precisions:
         return recipe.training.precision
     if recipe.lora is not None:
         return "LoRA"
-    if s.context > 1:
-        return f"context: {s.context}"
     if s.pipeline > 1 and s.schedule not in runs.schedules:
         return f"schedule: {s.schedule}"
     return ""

@@ -175,7 +175,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
     recipe, graph = problem.recipe, problem.graph
     weight_bytes = element_bytes(recipe.training.precision)
     is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
-    kernels = kernel_profile(recipe.assume.kernels, graph.model_type)
+    kernels = kernel_profile(recipe.assume.kernels, graph.model_type, recipe.target)
 
     traits = traits_of(recipe.target, recipe.assume.kernels, strategy)
 

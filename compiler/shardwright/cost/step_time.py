@@ -481,7 +481,10 @@ def _recomputed_in_layers(priced: PricedLayout) -> int:
                 for kind in whole.kinds
             ]
             products = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
-            return products + (scores if priced.graph.attention == "eager" else 0)
+            is_eager = priced.graph.attention == "eager"
+            return products + (
+                scores if is_eager and not priced.kernels.fuses_attention_sinks else 0
+            )
         case "selective":
             return projections + scores
         case tuple(modules):

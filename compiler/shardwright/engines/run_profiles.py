@@ -10,7 +10,7 @@ import functools
 import json
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,12 @@ class KernelProfile:
     rotary: the same, by element of queries and keys
     feed_forward: the same, by saved element (plain: the activation's input and output; gated: gate,
         up, activated gate, product)
+    composed_activation: the same, by inner feature, of an activation of many operators (gelu_new)
+    attention: the library of fused attention (cost/chip_rates.py)
     family: suffix of the kernels' own constants (cost/constants.json)
     loss_family: the same, of the bytes at the loss
+    fuses_attention_sinks: attention that is eager in Hugging Face's modules is fused
+    uses_deepep: experts have DeepEP's dispatcher, whatever the recipe says
     traces_activations: saved activations are those of the traced modules; else arXiv 2205.05198's
     recomputes_elementwise: the backward pass recomputes cheap operators, as torch.compile does
     selective_by_operator: "selective" is torch's, by operator (arXiv 2410.06511, 2.2.3)
@@ -36,13 +40,17 @@ class KernelProfile:
     """
 
     norm: float = 2
-    eager_rms_norm: float = 14
+    eager_rms_norm: float = 20
     residual: float = 3
     dropout: float = 2.5
     rotary: float = 9
     feed_forward: float = 1.25
+    composed_activation: float = 18
+    attention: Literal["torch", "best", "flash", "flash1"] = "torch"
     family: str = "hf"
     loss_family: str = "auto"
+    fuses_attention_sinks: bool = False
+    uses_deepep: bool = False
     traces_activations: bool = True
     recomputes_elementwise: bool = False
     selective_by_operator: bool = False
@@ -50,6 +58,23 @@ class KernelProfile:
     vocabulary_multiple: int = 1
     equal_layers_per_stage: bool = False
     engine_without_zero: str | None = None
+
+
+OWN_KERNELS = {
+    "megatron": KernelProfile(
+        eager_rms_norm=2,
+        dropout=0.5,
+        rotary=2,
+        feed_forward=1.0,
+        composed_activation=0,
+        attention="best",
+        fuses_attention_sinks=True,
+        family="megatron",
+        loss_family="megatron",
+        traces_activations=False,
+    )
+}
+"""Profiles of `assume.kernels: auto` for targets that do not run Hugging Face's modules."""
 
 
 class AssumedEngine(TypedDict, total=False):
@@ -88,10 +113,10 @@ def assumed_runs() -> AssumedRuns:
 
 
 @functools.cache
-def kernel_profile(kernels: str, model_type: str) -> KernelProfile:
+def kernel_profile(kernels: str, model_type: str, target: str = "deepspeed") -> KernelProfile:
     """Return the profile of a model's kernels; kernels: as in `assume`."""
     if kernels == "auto":
-        return KernelProfile()
+        return OWN_KERNELS.get(target, KernelProfile())
     runs = assumed_runs()
     changes = runs["kernels"][kernels] | runs["model_kernels"].get(kernels, {}).get(model_type, {})
     return replace(KernelProfile(), **changes)

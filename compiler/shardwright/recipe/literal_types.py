@@ -25,6 +25,8 @@ Kernels = Literal["hf", "compile"]
 """Names how a decoder layer runs: Hugging Face's modules, one kernel per operator, or torch.compile
 of them."""
 Precision = Literal["bf16", "fp16", "fp32"]
+LowPrecision = Literal["none", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
+"""Names the format of linear layers' products, by what shares a scale."""
 AutoSwitch = Literal["off", "auto", "on"]
 """Switches a feature; auto turns it on where it is available."""
 Objective = Literal["throughput", "memory", "cost"]

@@ -120,6 +120,14 @@ def _unusable(path: str, why: str) -> Refusal:
     return refusal("SW1302", message, _MEASURE_HELP, KEY)
 
 
+_LATER_KEYS = (
+    ("parallelism", "expert_dispatcher", "auto"),
+    ("parallelism", "expert_overlap", "auto"),
+    ("assume", "expert_imbalance", "auto"),
+    ("training", "low_precision", "none"),
+)
+"""Keys that older recipes lack, with their default: said or left out, it is the same recipe."""
+
 Section = dict[str, JsonValue]
 
 
@@ -145,6 +153,10 @@ def resolve_auto(document: JsonObject) -> JsonObject:
         resolved_document["cluster"] = {
             key: value for key, value in cluster.items() if key != "measured"
         }
+    for section, key, default in _LATER_KEYS:
+        keys = cast("JsonObject | None", resolved_document.get(section))
+        if keys is not None and keys.get(key) == default:
+            resolved_document[section] = {k: value for k, value in keys.items() if k != key}
     resolved_document.pop("extends", None)  # merged
     return with_outer_defaults(resolved_document)
 
@@ -245,6 +257,10 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
         "validation": validation,
         "parallelism": _without_auto(parallelism),
         "launch": {**_without_auto(launch), "launcher": launch["launcher"], "env": env},
+        "assume": {
+            key: None if (key, value) == ("expert_imbalance", "auto") else value
+            for key, value in cast(JsonObject, document["assume"]).items()
+        },
         "lora": None if lora is None else _without_auto(lora),
     }
 

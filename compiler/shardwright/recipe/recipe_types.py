@@ -15,6 +15,7 @@ from shardwright.recipe.literal_types import (
     Kernels,
     LayerCheckpointing,
     Loss,
+    LowPrecision,
     Objective,
     Offload,
     PartialCheckpointing,
@@ -204,6 +205,7 @@ class TrainingSection(TrainingFields):
     scheduler: SchedulerSection
     days_at_most: float | None
     outer: OuterSection | None = None
+    low_precision: LowPrecision = "none"
 
     @property
     def step_count_or_zero(self) -> int:
@@ -306,6 +308,8 @@ class ParallelismSection:
     context: int | None
     virtual_stages: int | None
     sequence_parallel: bool | None
+    expert_dispatcher: Literal["alltoall", "deepep"] | None = None
+    expert_overlap: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +317,7 @@ class AssumeSection:
     kernels: str  # auto | hf | megatron | compiled
     mfu: float | None
     ignore_memory: bool
+    expert_imbalance: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

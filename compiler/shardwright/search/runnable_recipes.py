@@ -134,6 +134,29 @@ SUPPORTED_VALUES: tuple[SupportedValues, ...] = (
             ("kernels", _assumed_kernels, ("auto", "hf")),
             ("mfu", lambda r: r.assume.mfu, (None,)),
             ("ignore_memory", lambda r: r.assume.ignore_memory, (False,)),
+            ("expert_imbalance", lambda r: r.assume.expert_imbalance, (None,)),
+        )
+    ),
+    *(
+        SupportedValues(
+            code="SW1909",
+            key=key,
+            value=value,
+            allowed=allowed,
+            help=f"Leave it out. {CAN_BE_ESTIMATED}",
+        )
+        for key, value, allowed in (
+            (("training", "low_precision"), lambda r: r.training.low_precision, ("none",)),
+            (
+                ("parallelism", "expert_dispatcher"),
+                lambda r: r.parallelism.expert_dispatcher,
+                (None, "alltoall"),
+            ),
+            (
+                ("parallelism", "expert_overlap"),
+                lambda r: r.parallelism.expert_overlap,
+                (None, False),
+            ),
         )
     ),
     SupportedValues(

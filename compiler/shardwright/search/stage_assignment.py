@@ -363,7 +363,9 @@ def assign_stages(
     if max_stages(graph) < s.stages:
         return _with_empty_stages(len(graph.layers), s.stages)
     if (
-        kernel_profile(recipe.assume.kernels, graph.model_type).equal_layers_per_stage
+        kernel_profile(
+            recipe.assume.kernels, graph.model_type, recipe.target
+        ).equal_layers_per_stage
         and graph.decoder_layers % s.stages == 0
     ):
         return _equal_decoder_layers(graph, s.stages)
@@ -386,7 +388,9 @@ def assign_interleaved_stages(recipe: Recipe, graph: ModelGraph, parts: int) -> 
     if len(graph.layers) < parts:
         return _with_empty_stages(len(graph.layers), parts)
     if (
-        kernel_profile(recipe.assume.kernels, graph.model_type).equal_layers_per_stage
+        kernel_profile(
+            recipe.assume.kernels, graph.model_type, recipe.target
+        ).equal_layers_per_stage
         and graph.decoder_layers % parts == 0
     ):
         return _equal_decoder_layers(graph, parts)

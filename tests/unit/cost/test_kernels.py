@@ -4,13 +4,16 @@ cost."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
+from shardwright.cost.chip_rates import AttentionRate, attention_rate, low_precision_gain
 from shardwright.cost.collective_seconds import (
     all_reduce_seconds,
     all_to_all_seconds,
     bytes_per_second,
+    deduplicated_all_to_all_seconds,
     gather_seconds,
     group_of,
     ring_start_seconds,
@@ -20,9 +23,9 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.kernel_seconds import (
     Device,
     eager_attention_seconds,
-    fused_products_seconds,
+    eager_traffic_seconds,
+    fused_attention_seconds,
     product_seconds,
-    softmax_seconds,
     sustained_share,
     traffic_seconds,
 )
@@ -37,6 +40,8 @@ A100 = Device(
     cache_bytes=40 * 2**20,
     compute_units=108,
     element_bytes=2,
+    attention=AttentionRate(share=(0.6, 0.5), half_dim=(20, 20), half_length=(300, 1000)),
+    unaligned_flops=None,
 )
 
 
@@ -82,12 +87,78 @@ def test_a_thin_product_runs_at_memory_bandwidth() -> None:
     assert traffic_seconds(A100, C, 8192 * 8192 * 2) == pytest.approx(read)
 
 
-def test_fused_attention_of_small_heads_is_bound_by_the_softmax() -> None:
-    def share(head_dim: int) -> float:
-        products = fused_products_seconds(A100, C, flops=4 * head_dim * 2048**2, head_dim=head_dim)
-        return softmax_seconds(A100, C, scores=2048**2) / products
+def test_fused_attention_is_slower_with_small_heads_and_short_rows() -> None:
+    def rates(head_dim: int, length: int) -> tuple[float, float]:
+        flops = 4.0 * head_dim * length**2
+        forward, backward = fused_attention_seconds(
+            A100, C, flops=flops, head_dim=head_dim, length=length
+        )
+        return flops / 2 / forward, 2.5 * flops / 2 / backward
 
-    assert share(64) == pytest.approx(2 * share(128))
+    long = rates(128, 1 << 20)
+    whole = C.fused_attention_efficiency * 312e12
+    assert long == pytest.approx((0.6 * whole, 0.5 * whole), rel=0.01)
+    for fewer in (rates(64, 1 << 20), rates(128, 1024)):
+        assert all(a < b for a, b in zip(fewer, long, strict=True))
+    assert rates(128, 1000)[1] == pytest.approx(0.25 * whole, rel=0.01)
+
+
+GPUS = {
+    name: resolve_cluster(recipe_of(cluster={"gpu": name}).cluster).gpu
+    for name in ("a100-sxm4-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "l40s-48gb")
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "library", "forward", "backward"),
+    [
+        ("gqa-128 8192 flash", "flash", 336.5, 282.5),
+        ("gqa-128 131072 flash", "flash", 334.6, 325.6),
+        ("mha-64 32768 flash", "flash", 307.9, 277.9),
+        ("gqa-128 2048 cudnn", "torch", 558.1, 399.4),
+        ("gqa-128 32768 cudnn", "torch", 594.9, 529.9),
+        ("mha-64 131072 cudnn", "best", 458.1, 421.0),
+    ],
+)
+def test_attention_of_a_hopper_is_what_was_measured(
+    row: str, library: Literal["torch", "best", "flash"], forward: float, backward: float
+) -> None:
+    """TFLOP/s of benchmarks/gpu.json, which the curves hold within a tenth."""
+    heads, length, _ = row.split()
+    dim = int(heads.partition("-")[2])
+    found = attention_rate(GPUS["h200-sxm-141gb"], library).shares(dim, int(length))
+    assert [share * 989.4 for share in found] == pytest.approx([forward, backward], rel=0.1)
+
+
+def test_a_chip_without_a_curve_has_a_share_of_its_peak() -> None:
+    rate = attention_rate(GPUS["l40s-48gb"], "torch")
+    assert rate.share == (0.625, 0.56)
+    assert attention_rate(GPUS["a100-sxm4-80gb"], "best") == attention_rate(
+        GPUS["a100-sxm4-80gb"], "flash"
+    )
+
+
+def test_low_precision_is_faster_where_the_chip_has_it() -> None:
+    assert low_precision_gain(GPUS["h100-sxm-80gb"], "fp8_rowwise") > 1.5
+    assert low_precision_gain(GPUS["h100-sxm-80gb"], "nvfp4") == 1.0
+    assert low_precision_gain(GPUS["a100-sxm4-80gb"], "fp8_rowwise") == 1.0
+    assert low_precision_gain(GPUS["h100-sxm-80gb"], "none") == 1.0
+
+
+def test_an_odd_vocabulary_takes_an_older_chips_kernels() -> None:
+    """GPT-2's head on Hopper: 125 TFLOP/s, whatever the size."""
+    hopper = dataclasses.replace(A100, flops_per_second=989e12, unaligned_flops=125e12)
+    odd, even = (product_seconds(hopper, C, m=8192, n=n, k=1280) for n in (50257, 50264))
+    assert odd > 3 * even
+    assert 2 * 8192 * 50257 * 1280 / odd == pytest.approx(125e12, rel=0.1)
+
+
+def test_eager_kernels_are_bound_by_multiprocessors_where_memory_is_fast() -> None:
+    assert eager_traffic_seconds(A100, C, 1e9) == traffic_seconds(A100, C, 1e9)
+    faster = dataclasses.replace(A100, bytes_per_second=8e12)
+    assert eager_traffic_seconds(faster, C, 1e9) == pytest.approx(
+        1e9 / (108 * C.eager_unit_bytes_per_second)
+    )
 
 
 def test_a_power_limit_takes_the_cube_root() -> None:
@@ -148,6 +219,23 @@ def test_a_node_may_have_several_nvlink_domains() -> None:
     pairs = resolve_cluster(recipe_of(cluster={"nodes": 2, "nvlink_domain_gpus": 2}).cluster)
     assert not group_of(pairs, 2, 1).spans_nodes and group_of(pairs, 4, 1).spans_nodes
     assert (pairs.nvlink_domains, pairs.scale_up_gpus) == (8, 8)
+
+
+def test_a_token_crosses_to_each_node_once() -> None:
+    """Eight experts a token over four nodes: DeepEP sends 4 (1 - (3/4)^8) copies of it, of which a
+    quarter stays; plain all-to-all sends eight."""
+    group, token_bytes = group_of(CLUSTER, 32, 1), 1e8
+    found = deduplicated_all_to_all_seconds(CLUSTER, C, group, 8 * token_bytes, 8)
+    across = 4 * (1 - 0.75**8) * 0.75 * token_bytes / 25e9 / C.deepep_inter_node_efficiency
+    assert found == pytest.approx(across, rel=0.01)
+    plain = all_to_all_seconds(CLUSTER, C, group, 8 * token_bytes, 3, C.expert_alltoall_efficiency)
+    assert plain > 2 * found
+    assert deduplicated_all_to_all_seconds(CLUSTER, C, group_of(CLUSTER, 1, 1), 1e9, 8) == 0
+    # One expert a token is sent once by both.
+    one = deduplicated_all_to_all_seconds(CLUSTER, C, group, token_bytes, 1)
+    assert one == pytest.approx(
+        24 / 32 * token_bytes / 25e9 / C.deepep_inter_node_efficiency, rel=0.01
+    )
 
 
 def test_members_of_a_node_bring_their_adapters() -> None:

@@ -1,0 +1,142 @@
+"""Look up rates of kernels that depend on the chip, not on its peak alone (chip_rates.json, with
+sources).
+
+Fused attention by library, forward and backward apart: TFLOP/s of causal attention, half the scores
+counted, on long sequences with a head of 128. A shorter sequence or a smaller head has a lower one.
+Products whose rows are not multiples of 16 bytes: where the chip's own instructions cannot load
+them, an older chip's kernels run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Literal, TypedDict
+
+from shardwright.layout.gpu_cluster import Gpu
+from shardwright.recipe.literal_types import LowPrecision
+
+AttentionLibrary = Literal["torch", "best", "flash", "flash1", "cudnn", "flash3"]
+"""torch: what its scaled_dot_product_attention takes on the chip; best: the fastest one."""
+HEAD_DIM = 128
+"""Of the measured rates."""
+
+
+class LibraryCurve(TypedDict):
+    """Hold how a library's rate falls, forward and backward.
+
+    half_dim: head dimension at which half the rate of the largest heads is left
+    half_length: tokens of a sequence at which half the rate of the longest ones is left
+    """
+
+    title: str
+    half_dim: tuple[float, float]
+    half_length: tuple[float, float]
+    source: str
+
+
+class ChipRates(TypedDict):
+    """Hold a chip's TFLOP/s.
+
+    libraries: of fused attention, forward and backward
+    best, torch: the library that is the fastest, and the one that torch takes
+    low_precision_gain: rate of large products in that format over half precision's
+    unaligned_products: of widths that are no multiples of 8; None where alignment costs a factor
+    """
+
+    libraries: dict[str, tuple[float, float]]
+    best: str
+    torch: str
+    unaligned_products: float | None
+    low_precision_gain: dict[str, float]
+    source: str
+
+
+class _Fallback(TypedDict):
+    share_of_peak: tuple[float, float]
+    source: str
+
+
+class _Rates(TypedDict):
+    libraries: dict[str, LibraryCurve]
+    chips: dict[str, ChipRates]
+    chip_of: dict[str, str]
+    unknown_chip: _Fallback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRate:
+    """Describe fused attention on a GPU.
+
+    share: FLOP/s over the GPU's dense half-precision peak, forward and backward, on long sequences
+        with a head of 128
+    half_dim, half_length: LibraryCurve's
+    """
+
+    share: tuple[float, float]
+    half_dim: tuple[float, float]
+    half_length: tuple[float, float]
+
+    def shares(self, head_dim: float, length: int) -> tuple[float, float]:
+        """Return the shares of the peak, forward and backward, of these sequences and heads."""
+        forward, backward = (
+            share
+            * (head_dim / (head_dim + dim))
+            / (HEAD_DIM / (HEAD_DIM + dim))
+            * (length / (length + tokens))
+            for share, dim, tokens in zip(self.share, self.half_dim, self.half_length, strict=True)
+        )
+        return forward, backward
+
+
+@functools.cache
+def _rates() -> _Rates:
+    text = resources.files("shardwright.cost").joinpath("chip_rates.json").read_text("utf-8")
+    rates: _Rates = json.loads(text)
+    return rates
+
+
+def _chip(gpu: Gpu) -> ChipRates | None:
+    rates, name = _rates(), gpu.name.partition("-")[0]
+    return rates["chips"].get(rates["chip_of"].get(name, name))
+
+
+def unaligned_product_flops(gpu: Gpu) -> float | None:
+    """Return FLOP/s of half-precision products whose widths are no multiples of 8, if known."""
+    chip = _chip(gpu)
+    rate = None if chip is None else chip["unaligned_products"]
+    return None if rate is None else rate * 1e12
+
+
+def low_precision_gain(gpu: Gpu, low_precision: LowPrecision) -> float:
+    """Return the rate of large products in the format over half precision's; 1.0 where the chip
+    has no instructions for it."""
+    chip = _chip(gpu)
+    if chip is None or low_precision == "none":
+        return 1.0
+    return chip["low_precision_gain"].get("fp4" if low_precision == "nvfp4" else "fp8", 1.0)
+
+
+def attention_rate(gpu: Gpu, library: AttentionLibrary) -> AttentionRate:
+    """Return the rate of fused attention of a GPU; another library's where it lacks this one."""
+    peak = max(gpu.peak_flops.get("bf16", 0.0), gpu.peak_flops.get("fp16", 0.0)) or max(
+        gpu.peak_flops.values()
+    )
+    rates, chip = _rates(), _chip(gpu)
+    if chip is None:
+        forward, backward = rates["unknown_chip"]["share_of_peak"]
+        chosen, share = "flash", (forward, backward)
+    else:
+        chosen = chip[library] if library in ("torch", "best") else library
+        chosen = chosen if chosen in chip["libraries"] else chip["torch"]
+        forward, backward = chip["libraries"][chosen]
+        share = (forward * 1e12 / peak, backward * 1e12 / peak)
+    curve = rates["libraries"][chosen]
+    half_dim, half_length = curve["half_dim"], curve["half_length"]
+    return AttentionRate(
+        share=share,
+        half_dim=(half_dim[0], half_dim[1]),
+        half_length=(half_length[0], half_length[1]),
+    )
