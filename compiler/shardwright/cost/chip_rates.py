@@ -125,7 +125,15 @@ def attention_rate(gpu: Gpu, library: AttentionLibrary) -> AttentionRate:
         gpu.peak_flops.values()
     )
     rates, chip = _rates(), _chip(gpu)
-    if chip is None:
+    if gpu.attention_flops is not None:
+        chosen, share = (
+            "flash",
+            (
+                gpu.attention_flops[0] / peak,
+                gpu.attention_flops[1] / peak,
+            ),
+        )
+    elif chip is None:
         forward, backward = rates["unknown_chip"]["share_of_peak"]
         chosen, share = "flash", (forward, backward)
     else:

@@ -101,7 +101,7 @@ def _layer_seconds_shared_key(
     return (
         graph.identity,
         (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
-        (gpu.name, gpu.best_product_flops),
+        (gpu.name, gpu.best_product_flops, gpu.attention_flops),
         (
             peak_flops(gpu, recipe.training.precision),
             recipe.training.precision,

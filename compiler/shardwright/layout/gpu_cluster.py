@@ -29,8 +29,6 @@ class Gpu:
     watts: the board's power limit; None where peak_flops are sustained
     cache_bytes: last-level cache
     compute_units: streaming multiprocessors (NVIDIA) or compute units (AMD)
-    fused_attention_gain: rate of fused attention's products over FlashAttention-2's on an A100
-    softmax_gain: the same for its exponentials
     best_product_flops: the fastest dense half-precision product that was measured; None without one
     attention_flops: measured FLOP/s of fused causal attention on long sequences, half the scores
         counted, forward and backward; None without a recipe's own
@@ -44,8 +42,6 @@ class Gpu:
     cache_bytes: float
     compute_units: int
     is_cpu: bool = False
-    fused_attention_gain: float = 1.0
-    softmax_gain: float = 1.0
     best_product_flops: float | None = None
     attention_flops: tuple[float, float] | None = None
     visible_memory_gib: float | None = None
@@ -128,8 +124,6 @@ class InlineGpuDefaults(TypedDict):
     intra_node_gbytes_per_second: float
     inter_node_gbits_per_second: float
     fabric: Fabric
-    fused_attention_gain: float
-    softmax_gain: float
     best_product_tflops: float | None
     visible_memory_gib: NotRequired[float]
     nvlink_domain_gpus: NotRequired[int]
@@ -208,8 +202,6 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
         compute_units=chip["compute_units"],
         watts=chip["watts"],
         is_cpu=name == "cpu",
-        fused_attention_gain=chip["fused_attention_gain"],
-        softmax_gain=chip["softmax_gain"],
         best_product_flops=None
         if chip["best_product_tflops"] is None
         else chip["best_product_tflops"] * 1e12,

@@ -204,7 +204,7 @@ def _fit_kernels(fit: _Fit, traces: Sequence[RankTrace]) -> None:
         ("matrix_products", {"gemm_efficiency": -1}, part("products")),
         (
             "attention",
-            {"fused_attention_efficiency": -1, "softmax_unit_seconds": 1},
+            {"fused_attention_efficiency": -1},
             part("attention"),
         ),
         ("optimizer", {"optimizer_traffic_bytes": 1}, optimizer),

@@ -52,9 +52,7 @@ def priced(problem: Problem) -> tuple[PricedLayout, Estimate]:
 
 def on_the_true_gpu(plan: PricedLayout, estimate: Estimate, path: Path) -> dict[Line, float | None]:
     c = default_constants()
-    own = {**TRUE, "softmax_unit_seconds": c.softmax_unit_seconds * c.fused_attention_efficiency}
-    own["softmax_unit_seconds"] /= TRUE["fused_attention_efficiency"]
-    constants = dataclasses.replace(c, **own)
+    constants = dataclasses.replace(c, **TRUE)
     layout = with_boundaries(
         build_priced_layout(plan.problem, plan.strategy, constants), plan.boundaries
     )
