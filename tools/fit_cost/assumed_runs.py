@@ -56,7 +56,8 @@ _COMPILED = {
     "selective_by_operator": True,
 }
 
-# Mixtures under FSDP (NeMo AutoModel, Megatron FSDP): Transformer Engine's layers and DeepEP.
+# Mixtures under FSDP (NeMo AutoModel, Megatron FSDP): Transformer Engine's layers, DeepEP, and a
+# loss in half precision (fp32_upcast: false, or FusedLinearCrossEntropy in its benchmarks).
 _FSDP_EXPERTS = {
     "eager_rms_norm": 2,
     "rotary": 2,
@@ -64,6 +65,7 @@ _FSDP_EXPERTS = {
     "attention": "best",
     "fuses_attention_sinks": True,
     "uses_deepep": True,
+    "loss_family": "hf",
 }
 _EXPERT_TYPES = ("deepseek_v3", "qwen3_moe", "gpt_oss")
 

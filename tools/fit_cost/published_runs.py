@@ -23,6 +23,7 @@ from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.accumulation_dtype_choice import estimate_with_accumulation_dtype
 from shardwright.search.layout_resolution import estimate_checked_layout, resolve_layout
 from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.utils.memoize import memoize
@@ -214,9 +215,17 @@ def case_of(row: Row) -> Case:
     name = repr(recipe.model)
     if name not in _GRAPHS:
         _GRAPHS[name] = build_model_graph(recipe.model)
-    graph, cluster = _GRAPHS[name], resolve_cluster(recipe.cluster)
-    (strategy,) = candidate_layouts(Problem(recipe=recipe, graph=graph, cluster=cluster))
-    return Case(row=row, recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
+    problem = Problem(recipe=recipe, graph=_GRAPHS[name], cluster=resolve_cluster(recipe.cluster))
+    (strategy,) = candidate_layouts(problem)
+    if is_moe_row(row):  # as `estimate` answers
+        problem, _ = estimate_with_accumulation_dtype(problem)
+    return Case(
+        row=row,
+        recipe=problem.recipe,
+        graph=problem.graph,
+        cluster=problem.cluster,
+        strategy=strategy,
+    )
 
 
 def estimate(case: Case, constants: Constants) -> Estimate:

@@ -53,9 +53,10 @@ from shardwright.plan.plan_builder import build_plan, check_training_data, insta
 from shardwright.recipe.input_file_checks import check_files
 from shardwright.recipe.plain_secrets import plain_secret_warnings
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.accumulation_dtype_choice import estimate_with_accumulation_dtype
 from shardwright.search.cluster_sizing import ClusterSizing
 from shardwright.search.engine_choice import resolve_problem, start_engine_comparison
-from shardwright.search.layout_search import choose_layout, estimate_pinned_layout
+from shardwright.search.layout_search import choose_layout
 from shardwright.search.runnable_recipes import check_runnable
 from shardwright.search.training_rules import engine_recipe_errors
 
@@ -163,7 +164,7 @@ def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:
     """Up to the estimate of the pinned layout, `auto` filled by the search: it need not be
     feasible."""
     problem, _ = resolve_recipe(recipe)
-    return problem, _with_recipe_source(recipe, lambda: estimate_pinned_layout(problem))
+    return _with_recipe_source(recipe, lambda: estimate_with_accumulation_dtype(problem))
 
 
 def _with_recipe_source(recipe: Recipe, stage: Callable[[], T]) -> T:

@@ -466,16 +466,29 @@ def activations(
     kernels: KernelProfile,
     *,
     norms_are_fused: bool = False,
+    linear_input_bytes: float | None = None,
 ) -> SavedActivations:
     """Return what the layers save for the backward pass.
 
     norms_are_fused: linears contain the norms before them, where they can (see dropped_by_modules)
+    linear_input_bytes: of an element of linear layers' saved inputs, where that is a format of its
+        own (training.low_precision)
     """
     by_product = uses_selective_op(graph, kernels)
 
     def share(layer: Layer, mode: LayerCheckpointing) -> ActivationBytes:
+        saved = share_in_precision(layer, mode)
+        if linear_input_bytes is None or layer.kind != "decoder" or mode == "full":
+            return saved
+        change = _low_precision_change(graph, layer, element_bytes, linear_input_bytes, mode)
+        return ActivationBytes(
+            replicated=saved.replicated + change.replicated * sequence_length,
+            sharded=max(0.0, saved.sharded + change.sharded * sequence_length),
+        )
+
+    def share_in_precision(layer: Layer, mode: LayerCheckpointing) -> ActivationBytes:
         if isinstance(mode, tuple):
-            saved_all = share(layer, "none")
+            saved_all = share_in_precision(layer, "none")
             if layer.kind != "decoder":
                 return saved_all
             dropped = dropped_by_modules(
@@ -485,7 +498,7 @@ def activations(
                 ModuleSizes(
                     length=sequence_length,
                     element_bytes=element_bytes,
-                    feed_forward_bytes=share(layer, "selective").sharded,
+                    feed_forward_bytes=share_in_precision(layer, "selective").sharded,
                     score_bytes=_score_bytes(graph, layer, sequence_length, element_bytes, kernels),
                     norms_are_fused=norms_are_fused,
                 ),
@@ -506,9 +519,11 @@ def activations(
         )
         if saved is None:
             return _formula_bytes(graph, layer, sequence_length, element_bytes, mode, kernels)
+        sharded = saved.sharded_bytes(sequence_length)
+        if mode == "none" and kernels.fuses_attention_sinks:
+            sharded -= _score_bytes(graph, layer, sequence_length, element_bytes, kernels)
         return ActivationBytes(
-            replicated=saved.unsharded_bytes(sequence_length),
-            sharded=saved.sharded_bytes(sequence_length),
+            replicated=saved.unsharded_bytes(sequence_length), sharded=max(0.0, sharded)
         )
 
     shares = [share(layer, checkpointing) for layer in graph.layers[:-1]]
@@ -605,6 +620,41 @@ def dropped_by_modules(
         replicated=norms * hidden * features_bytes if "layernorm" in modules else 0.0,
         sharded=sum(sharded.get(module, 0.0) for module in modules),
     )
+
+
+def _low_precision_change(
+    graph: ModelGraph,
+    layer: Layer,
+    element_bytes: int,
+    input_bytes: float,
+    mode: LayerCheckpointing,
+) -> ActivationBytes:
+    """Return by how many bytes a token's saved activations change where linear layers save their
+    inputs in a format of their own.
+
+    A norm's or an activation's output has no reader but the linear, so only the cast copy stays.
+    Attention saves its own output in half precision as well, unless it is recomputed. A router
+    reads the norm's output before a mixture in half precision. (Transformer Engine's
+    LayerNormLinear and GroupedLinear.)
+    """
+    shapes = model_shapes(graph, 1)
+    kind = shapes.kinds[shapes.kind_of[graph.layers.index(layer)]]
+    products = kind.products
+    attention = [p for p in products if p.in_attention]
+    dense = [p for p in products if p.module == "mlp" and p.batch == 1]
+    shared = [p for p in products if p.module == "shared_experts"]
+    experts = [p for p in products if p.batch > 1]
+    fewer = input_bytes - element_bytes
+    replicated = fewer * graph.hidden_size * (bool(attention) + bool(dense))
+    sharded = fewer * sum(group[-1].k for group in (dense, shared) if group)
+    if attention:
+        latents = {p.k for p in attention[:-1]} - {graph.hidden_size}
+        recomputed = mode == "selective" or (isinstance(mode, tuple) and "core_attn" in mode)
+        sharded += fewer * sum(latents)
+        sharded += (fewer if recomputed else input_bytes) * attention[-1].k
+    if experts:
+        sharded += fewer * kind.experts_per_token * (experts[0].k + experts[-1].k)
+    return ActivationBytes(replicated=replicated, sharded=sharded)
 
 
 def _score_bytes(

@@ -19,7 +19,7 @@ from shardwright.cost.vision_encoder_flops import vision_encoder_activation_byte
 from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import norms_are_fused, traits_of
 from shardwright.engines.run_profiles import KernelProfile, kernel_profile
-from shardwright.layout.formats import accumulation_dtype, element_bytes
+from shardwright.layout.formats import LOW_PRECISION_BYTES, accumulation_dtype, element_bytes
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
 from shardwright.layout.layout import Layout, chunk_length
@@ -189,7 +189,13 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
             checkpointing = ("core_attn",)
         fused = isinstance(checkpointing, tuple) and norms_are_fused(problem, strategy)
         traced = activations(
-            graph, length, weight_bytes, checkpointing, kernels, norms_are_fused=fused
+            graph,
+            length,
+            weight_bytes,
+            checkpointing,
+            kernels,
+            norms_are_fused=fused,
+            linear_input_bytes=LOW_PRECISION_BYTES.get(recipe.training.low_precision),
         )
         return _add_vision_encoder(
             problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)

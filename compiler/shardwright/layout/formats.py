@@ -68,6 +68,17 @@ FORMATS: Mapping[str, Format] = {
     ),
 }
 
+LOW_PRECISION_BYTES: Mapping[str, float] = {
+    "fp8_tensorwise": 1.0,
+    "fp8_rowwise": 1.0,
+    "fp8_blockwise": 1 + 4 / 128,
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+}
+"""Counts the bytes of an element of linear layers' inputs in `training.low_precision`, with its
+part of the scales: one of four bytes for 128 elements (arXiv 2412.19437, 3.3.2), one byte for 32
+(OCP MX 1.0) or for 16 (NVFP4)."""
+
 
 def element_bytes(name: str) -> int:
     """Return the bytes of one element of the format."""

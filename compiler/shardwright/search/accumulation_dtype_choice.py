@@ -9,9 +9,10 @@ from typing import cast
 
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.formats import FORMATS
+from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
-from shardwright.search.layout_search import SearchResult, search
+from shardwright.search.layout_search import SearchResult, estimate_pinned_layout, search
 from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.search.training_rules import engine_recipe_errors
 from shardwright.utils.json_values import JsonObject
@@ -51,17 +52,24 @@ def low_precision_accumulation(problem: Problem) -> LowPrecisionAccumulation | N
     )
 
 
+def estimate_with_accumulation_dtype(problem: Problem) -> tuple[Problem, Estimate]:
+    """Estimate the pinned layout; `auto` sums gradients in bf16 where it fits only so.
+
+    The problem that is returned says which.
+    """
+    found, short = estimate_pinned_layout(problem), _in_half_precision(problem)
+    if short is None or found.memory.fits:
+        return problem, found
+    half = estimate_pinned_layout(short)
+    return (short, half) if half.memory.fits else (problem, found)
+
+
 def _with_accumulation_dtype(problem: Problem) -> Problem:
-    training = problem.recipe.training
-    wide = FORMATS[training.precision].accumulation != training.precision
-    is_open = wide and training.gradient_accumulation_dtype is None
-    if not is_open or problem.recipe.objective == "memory" or problem.cluster.gpu.is_cpu:
+    short = _in_half_precision(problem)
+    if short is None:
         return problem
     full = search(problem)
     if not _is_memory_bound(problem, full):
-        return problem
-    short = _accumulating_in(problem, training.precision)
-    if _engine_errors(short) > _engine_errors(problem):  # the engine sums in fp32 alone
         return problem
     half = search(short).ranked  # all of it: where this is the answer, it is asked for again
     if not half:
@@ -71,6 +79,18 @@ def _with_accumulation_dtype(problem: Problem) -> Problem:
         if slow < BF16_ACCUMULATION_FROM * fast:
             return problem
     return short
+
+
+def _in_half_precision(problem: Problem) -> Problem | None:
+    """Return the problem with gradients summed in the weights' dtype; None where the recipe or the
+    engine does not leave that open."""
+    training = problem.recipe.training
+    wide = FORMATS[training.precision].accumulation != training.precision
+    is_open = wide and training.gradient_accumulation_dtype is None
+    if not is_open or problem.recipe.objective == "memory" or problem.cluster.gpu.is_cpu:
+        return None
+    short = _accumulating_in(problem, training.precision)
+    return None if _engine_errors(short) > _engine_errors(problem) else short
 
 
 def _engine_errors(problem: Problem) -> int:

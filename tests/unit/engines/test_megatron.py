@@ -56,10 +56,6 @@ from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_
 HEADS = RankHeads(query=6, groups=2, size=4)
 NO_MORE_RECOMPUTE: dict[str, dict[str, Any]] = {
     "training.precision": {"training.precision": "fp16"},
-    "training.gradient_accumulation_dtype": {
-        "training.precision": "bf16",
-        "training.gradient_accumulation_dtype": "bf16",
-    },
     "model.loss": {"model.loss": "chunked"},
     "model.kernels": {"model.kernels": "compile"},
     "model.router_aux_loss": {"model.router_aux_loss": 0.001},

@@ -286,6 +286,8 @@ def _training_options(plan: Plan) -> Iterator[Option]:
     yield from (("--seed", str(training.seed)), ("--calculate-per-token-loss",))
     if training.precision == "bf16":
         yield ("--bf16",)
+        if training.gradient_accumulation_dtype == "bf16":
+            yield ("--grad-reduce-in-bf16",)
 
 
 def _parallel_options(plan: Plan) -> Iterator[Option]:

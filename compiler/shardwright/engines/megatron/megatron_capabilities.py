@@ -50,11 +50,6 @@ OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "adam"}
 """Maps a recipe's optimizer to Megatron's `--optimizer`."""
 
 REFUSED_KEYS: Mapping[str, RefusedKey] = {
-    "training.gradient_accumulation_dtype": RefusedKey(
-        value=lambda r: r.training.gradient_accumulation_dtype,
-        allowed=(None, "fp32"),
-        why="it accumulates gradients in fp32",
-    ),
     "model.loss": RefusedKey(
         value=lambda r: r.model.loss,
         allowed=("auto", "full"),
@@ -107,6 +102,7 @@ SUPPORTED_KEYS: tuple[str, ...] = (
     ),
     *("training.epochs", "training.scheduler", "training.gradient_clipping"),
     *("training.stop_after_nonfinite", "training.seed", "training.days_at_most"),
+    "training.gradient_accumulation_dtype",
     *(
         "parallelism.tensor",
         "parallelism.pipeline",
