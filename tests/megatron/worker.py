@@ -63,6 +63,9 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     model_parallel_cuda_manual_seed(plan.training.seed)
     at = plan.ranks[dist.get_rank()]
     trainer = build_trainer(plan, folder)
+    summed_in = {str(p.main_grad.dtype) for c in trainer.engine for p in c.parameters()}
+    sums = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}
+    assert summed_in == {sums[plan.training.gradient_accumulation_dtype]}, summed_in
     batches = TrainingBatches(plan, open_dataset(plan, folder))
     forwards = counted_forwards(case, trainer)
     results = []

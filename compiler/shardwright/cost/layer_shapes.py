@@ -519,7 +519,7 @@ def activations(
         )
         if saved is None:
             return _formula_bytes(graph, layer, sequence_length, element_bytes, mode, kernels)
-        sharded = saved.sharded_bytes(sequence_length)
+        sharded = float(saved.sharded_bytes(sequence_length))
         if mode == "none" and kernels.fuses_attention_sinks:
             sharded -= _score_bytes(graph, layer, sequence_length, element_bytes, kernels)
         return ActivationBytes(

@@ -7,14 +7,12 @@ from __future__ import annotations
 import dataclasses
 from typing import cast
 
-from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
 from shardwright.search.layout_search import SearchResult, estimate_pinned_layout, search
 from shardwright.search.ranking_penalties import penalized_seconds
-from shardwright.search.training_rules import engine_recipe_errors
 from shardwright.utils.json_values import JsonObject
 
 BF16_ACCUMULATION_FROM = 1.2
@@ -61,7 +59,8 @@ def estimate_with_accumulation_dtype(problem: Problem) -> tuple[Problem, Estimat
     if short is None or found.memory.fits:
         return problem, found
     half = estimate_pinned_layout(short)
-    return (short, half) if half.memory.fits else (problem, found)
+    helps = half.memory.fits and half.feasible >= found.feasible
+    return (short, half) if helps else (problem, found)
 
 
 def _with_accumulation_dtype(problem: Problem) -> Problem:
@@ -82,19 +81,14 @@ def _with_accumulation_dtype(problem: Problem) -> Problem:
 
 
 def _in_half_precision(problem: Problem) -> Problem | None:
-    """Return the problem with gradients summed in the weights' dtype; None where the recipe or the
-    engine does not leave that open."""
+    """Return the problem with gradients summed in the weights' dtype; None where the recipe does
+    not leave that open."""
     training = problem.recipe.training
     wide = FORMATS[training.precision].accumulation != training.precision
     is_open = wide and training.gradient_accumulation_dtype is None
     if not is_open or problem.recipe.objective == "memory" or problem.cluster.gpu.is_cpu:
         return None
-    short = _accumulating_in(problem, training.precision)
-    return None if _engine_errors(short) > _engine_errors(problem) else short
-
-
-def _engine_errors(problem: Problem) -> int:
-    return len(engine_recipe_errors(ENGINES[problem.recipe.target], problem.recipe))
+    return _accumulating_in(problem, training.precision)
 
 
 def _accumulating_in(problem: Problem, dtype: str | None) -> Problem:

@@ -10,14 +10,29 @@ import pytest
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layer_shapes import SavedActivations, activations
 from shardwright.cost.layer_times import layer_seconds
-from shardwright.engines.run_profiles import kernel_profile
+from shardwright.engines.run_profiles import KernelProfile, kernel_profile
+from shardwright.layout.formats import LOW_PRECISION_BYTES
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.models.model_graph import ModelGraph, saved_activations_entry
 from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
+from shardwright.utils.json_values import JsonValue
 from tests.unit.cost.test_estimate import change, estimate
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
 
 LENGTH = 4096
+MIXTRAL: dict[str, JsonValue] = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "head_dim": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 3072,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+GPT_OSS: dict[str, JsonValue] = {**MIXTRAL, "model_type": "gpt_oss"}
 
 
 def saved(
@@ -166,3 +181,50 @@ def test_megatrons_kernels_on_one_data_rank_are_megatron_lm() -> None:
     reductions = 4 * 32 + 2  # each micro-batch
     host = 4 * reductions * default_constants().collective_host_seconds
     assert seconds[1] - seconds[0] == pytest.approx(host, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "size"), LOW_PRECISION_BYTES.items())
+def test_low_precision_saves_linear_inputs_in_its_format(name: str, size: float) -> None:
+    """By hand: both norms' outputs and the activated features shrink; attention's output is saved
+    once more, unless core attention is recomputed."""
+    graph = graph_of(LLAMA_8B)
+    fewer, hidden, features = size - 2, 4096, 14336
+    for mode, attention in (("none", size), ("selective", fewer)):
+        before, after = (
+            activations(
+                graph, LENGTH, 2, mode, kernel_profile("megatron", "llama"), linear_input_bytes=each
+            ).between(1, 2)
+            for each in (None, size)
+        )
+        assert after.replicated - before.replicated == pytest.approx(2 * fewer * hidden * LENGTH)
+        assert after.sharded - before.sharded == pytest.approx(
+            (fewer * features + attention * hidden) * LENGTH
+        ), name
+
+
+def test_low_precision_saves_the_experts_rows_in_its_format() -> None:
+    graph = graph_of(MIXTRAL)
+    before, after = (
+        activations(
+            graph, LENGTH, 2, "none", kernel_profile("megatron", "mixtral"), linear_input_bytes=each
+        ).between(1, 2)
+        for each in (None, 1.0)
+    )
+    hidden, features, chosen = 1024, 3072, 2  # heads times their size is the hidden size
+    # The router reads the norm's output in bf16.
+    assert after.replicated - before.replicated == -hidden * LENGTH
+    assert after.sharded - before.sharded == (hidden - chosen * (hidden + features)) * LENGTH
+
+
+def test_fused_attention_sinks_save_no_scores() -> None:
+    """Scores grow with the square of the length, all else with the length."""
+    graph = graph_of(GPT_OSS)
+
+    def per_token(profile: KernelProfile, length: int) -> float:
+        share = activations(graph, length, 2, "none", profile).between(1, 2)
+        return (share.replicated + share.sharded) / length
+
+    eager = kernel_profile("auto", "gpt_oss")
+    fused = dataclasses.replace(eager, fuses_attention_sinks=True)
+    assert per_token(eager, 8192) > 1.5 * per_token(eager, 4096)
+    assert per_token(fused, 8192) == pytest.approx(per_token(fused, 4096), rel=0.01)

@@ -12,10 +12,11 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.report.plan_sentences import low_precision_accumulation_text
 from shardwright.search.accumulation_dtype_choice import (
     BF16_ACCUMULATION_FROM,
+    estimate_with_accumulation_dtype,
     low_precision_accumulation,
 )
 from shardwright.search.engine_choice import resolve_problem
-from shardwright.search.layout_search import search
+from shardwright.search.layout_search import estimate_pinned_layout, search
 from shardwright.search.ranking_penalties import penalized_seconds
 from tests.unit.models.factory import LLAMA_70B, graph_of, problem_of, recipe_of
 
@@ -98,10 +99,31 @@ def test_where_bf16_does_not_help_either() -> None:
     assert resolve_problem(asked)[0] is asked
 
 
-def test_an_engine_that_sums_in_fp32_alone_does_not_take_it() -> None:
-    asked = problem(GIB_PER_GPU["none fits"], pins={"tensor": 8, "zero_stage": 0})
+PINNED = {"tensor": 2, "data": 4, "zero_stage": 1, "micro_batch_size": 1}
+"""Of one layout: 284 and 387 GiB a GPU with sums in bf16 and fp32, 283 and 317 under Megatron,
+whose optimizer copies them to fp32."""
+
+
+def test_megatron_sums_in_bf16_too() -> None:
+    asked = problem(300.0, pins=PINNED)
     asked = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, target="megatron"))
-    short = dataclasses.replace(asked.recipe.training, gradient_accumulation_dtype="bf16")
-    half = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, training=short))
-    assert search(half).ranked and not search(asked).ranked
-    assert summed_in(resolve_problem(asked)[0]) is None
+    assert not search(asked).ranked
+    settled, _ = resolve_problem(asked)
+    assert summed_in(settled) == "bf16" and search(settled).ranked
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
+@pytest.mark.parametrize("ignore_memory", [False, True])
+def test_an_estimate_of_one_layout_resolves_it_as_compile_does(
+    target: str, ignore_memory: bool
+) -> None:
+    asked = problem(300.0, pins=PINNED, assume={"ignore_memory": ignore_memory})
+    asked = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, target=target))
+    in_fp32 = estimate_pinned_layout(asked)
+    settled, found = estimate_with_accumulation_dtype(asked)
+    assert not in_fp32.memory.fits and in_fp32.feasible == ignore_memory
+    assert summed_in(settled) == "bf16" and found.memory.fits and found.feasible
+    gpu = dataclasses.replace(asked.cluster.gpu, memory_gib=80.0)
+    small = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, gpu=gpu))
+    same, found = estimate_with_accumulation_dtype(small)
+    assert same is small and not found.memory.fits and found.feasible == ignore_memory

@@ -102,7 +102,7 @@ SUPPORTED_KEYS: tuple[str, ...] = (
     ),
     *("training.epochs", "training.scheduler", "training.gradient_clipping"),
     *("training.stop_after_nonfinite", "training.seed", "training.days_at_most"),
-    "training.gradient_accumulation_dtype",
+    *("training.gradient_accumulation_dtype", "training.low_precision"),
     *(
         "parallelism.tensor",
         "parallelism.pipeline",
@@ -110,10 +110,12 @@ SUPPORTED_KEYS: tuple[str, ...] = (
         "parallelism.micro_batch_size",
     ),
     *("parallelism.activation_checkpointing", "parallelism.memory_headroom"),
+    *("parallelism.expert_dispatcher", "parallelism.expert_overlap"),
 )
 """Lists keys and sections that run as under any engine.
 
-The rules below cover the other keys of `parallelism`; SW1909 covers axes that this engine lacks.
+The rules below cover the other keys of `parallelism`; SW1909 covers axes that this engine lacks
+and values that no engine runs.
 """
 
 
