@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.cost.chip_rates import library_flops
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.peak_memory import RankMemoryModel, framework_bytes
 from shardwright.cost.prediction_errors import error_json_fields
@@ -68,6 +69,9 @@ HARDWARE = ("V100", "A100", "H100")
 # activations that its notes tell are those of the paper's equations (arXiv 2205.05198, table 2)
 # over 2^30, to the last digit.
 IN_GIB = "GiB;"
+
+FLASH_ATTENTION_3 = "flash_attention_3"
+"""Marks rows whose steps are too fast for FlashAttention-2: a recipe has no word for it."""
 
 Row = dict[str, Any]
 
@@ -202,6 +206,8 @@ def recipe_of(row: Row) -> dict[str, Any]:
     document: dict[str, Any] = (
         score_engines.recipe(row) if is_engine_row(row) else score.recipe(row)
     )
+    if document["model"].get("attention") == FLASH_ATTENTION_3:
+        document["model"]["attention"] = "sdpa"
     return document
 
 
@@ -215,7 +221,11 @@ def case_of(row: Row) -> Case:
     name = repr(recipe.model)
     if name not in _GRAPHS:
         _GRAPHS[name] = build_model_graph(recipe.model)
-    problem = Problem(recipe=recipe, graph=_GRAPHS[name], cluster=resolve_cluster(recipe.cluster))
+    cluster = resolve_cluster(recipe.cluster)
+    if is_engine_row(row) and row["price"].get("attention") == FLASH_ATTENTION_3:
+        gpu = dataclasses.replace(cluster.gpu, attention_flops=library_flops(cluster.gpu, "flash3"))
+        cluster = dataclasses.replace(cluster, gpu=gpu)
+    problem = Problem(recipe=recipe, graph=_GRAPHS[name], cluster=cluster)
     (strategy,) = candidate_layouts(problem)
     if is_moe_row(row):  # as `estimate` answers
         problem, _ = estimate_with_accumulation_dtype(problem)

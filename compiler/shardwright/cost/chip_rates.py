@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, TypedDict
@@ -55,7 +56,11 @@ class ChipRates(TypedDict):
 
 
 class _Fallback(TypedDict):
-    share_of_peak: tuple[float, float]
+    """Hold TFLOP/s of two chips: the peak of products, and fused attention's."""
+
+    peak: tuple[float, float]
+    forward: tuple[float, float]
+    backward: tuple[float, float]
     source: str
 
 
@@ -119,6 +124,30 @@ def low_precision_gain(gpu: Gpu, low_precision: LowPrecision) -> float:
     return chip["low_precision_gain"].get("fp4" if low_precision == "nvfp4" else "fp8", 1.0)
 
 
+def _unknown_chip_shares(peak: float) -> tuple[float, float]:
+    """Return fused attention's shares of the peak, forward and backward, on a chip that is not
+    listed. peak: FLOP/s of dense products in half precision"""
+    known = _rates()["unknown_chip"]
+    low, high = known["peak"]
+
+    def share(rate: tuple[float, float]) -> float:
+        exponent = math.log(rate[1] / rate[0]) / math.log(high / low)
+        return rate[0] / low * min(1.0, (peak / 1e12 / low) ** (exponent - 1))
+
+    return share(known["forward"]), share(known["backward"])
+
+
+def library_flops(gpu: Gpu, library: str) -> tuple[float, float]:
+    """Return FLOP/s of a library's fused attention on a listed chip, forward and backward.
+
+    Raises KeyError where the chip or the library is not listed.
+    """
+    rates = _rates()
+    name = gpu.name.partition("-")[0]
+    forward, backward = rates["chips"][rates["chip_of"].get(name, name)]["libraries"][library]
+    return forward * 1e12, backward * 1e12
+
+
 def attention_rate(gpu: Gpu, library: AttentionLibrary) -> AttentionRate:
     """Return the rate of fused attention of a GPU; another library's where it lacks this one."""
     peak = max(gpu.peak_flops.get("bf16", 0.0), gpu.peak_flops.get("fp16", 0.0)) or max(
@@ -134,8 +163,7 @@ def attention_rate(gpu: Gpu, library: AttentionLibrary) -> AttentionRate:
             ),
         )
     elif chip is None:
-        forward, backward = rates["unknown_chip"]["share_of_peak"]
-        chosen, share = "flash", (forward, backward)
+        chosen, share = "flash", _unknown_chip_shares(peak)
     else:
         chosen = chip[library] if library in ("torch", "best") else library
         chosen = chosen if chosen in chip["libraries"] else chip["torch"]
