@@ -132,7 +132,8 @@ def _unknown_chip_shares(peak: float) -> tuple[float, float]:
 
     def share(rate: tuple[float, float]) -> float:
         exponent = math.log(rate[1] / rate[0]) / math.log(high / low)
-        return rate[0] / low * min(1.0, (peak / 1e12 / low) ** (exponent - 1))
+        beyond: float = (peak / 1e12 / low) ** (exponent - 1)
+        return rate[0] / low * min(1.0, beyond)
 
     return share(known["forward"]), share(known["backward"])
 

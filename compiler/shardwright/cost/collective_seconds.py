@@ -157,19 +157,28 @@ def all_to_all_seconds(
 
 
 def deduplicated_all_to_all_seconds(
-    cluster: Cluster, c: Constants, group: Group, total_bytes: float, experts: int
+    cluster: Cluster,
+    c: Constants,
+    group: Group,
+    total_bytes: float,
+    experts: int,
+    reachable_share: float = 1.0,
 ) -> float:
     """Return the seconds of DeepEP's dispatch and combine, whose bytes are of `experts` copies.
 
     A token crosses to each other node that has any of its experts once, N (1 - (1 - 1/N)^k)
     (N - 1)/N times of it, and goes on to each rank there once (DeepEP's README). Both overlap.
+
+    reachable_share: of the places that may have a token's experts, where the router limits it to
+        some groups of experts (arXiv 2412.19437, 2.1.2: node-limited routing)
     """
     n, here, nodes = group.ranks, group.ranks_per_node, group.nodes
     if n == 1:
         return 0.0
 
     def distinct(places: int) -> float:
-        return places * (1 - math.pow(1 - 1 / places, experts))
+        reachable = max(1.0, places * reachable_share)
+        return reachable * (1 - math.pow(1 - 1 / reachable, experts))
 
     token_bytes = total_bytes / experts
     inside = distinct(n) * (here - 1) / here * token_bytes

@@ -127,6 +127,15 @@ def expert_imbalance(recipe: Recipe) -> float:
     return recipe.assume.expert_imbalance or EXPERT_IMBALANCE
 
 
+def _reachable_share(priced: PricedLayout) -> float:
+    """Return the share of the experts that one token's experts are chosen from: those of its best
+    groups (`topk_group` of `n_group`)."""
+    groups, chosen = (priced.graph.config.get(key) for key in ("n_group", "topk_group"))
+    if not isinstance(groups, int) or not isinstance(chosen, int) or not 0 < chosen <= groups:
+        return 1.0
+    return chosen / groups
+
+
 def has_deepep(priced: PricedLayout) -> bool:
     """Return whether a token is sent once to each node and rank with any of its experts."""
     return priced.kernels.uses_deepep or priced.recipe.parallelism.expert_dispatcher == "deepep"
@@ -145,12 +154,13 @@ def expert_exchange_seconds(priced: PricedLayout) -> list[float]:
     group, c = priced.group(s.expert, s.expert_tensor_ranks), priced.constants
     exposed = 1 - (c.expert_overlap_share if priced.recipe.parallelism.expert_overlap else 0.0)
     gathers = share > 1 and s.expert_tensor_ranks > 1
+    reachable = _reachable_share(priced)
 
     def layer_seconds(kind: LayerShape) -> float:
         sent = expert_imbalance(priced.recipe) * 2 * routed_token_bytes(priced, kind) / share
         if has_deepep(priced):
             exchange = deduplicated_all_to_all_seconds(
-                cluster, c, group, sent, kind.experts_per_token
+                cluster, c, group, sent, kind.experts_per_token, reachable
             )
         else:
             exchange = all_to_all_seconds(cluster, c, group, sent, 3, c.expert_alltoall_efficiency)

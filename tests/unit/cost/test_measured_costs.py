@@ -17,9 +17,11 @@ from shardwright.cost.prediction_errors import (
     error_benchmark,
     error_json_fields,
     generation_of,
+    hardware_of,
     prediction_error,
     regime_text,
     regimes,
+    workload_of,
 )
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.engines.engine_table import engine_title
@@ -76,38 +78,35 @@ def error_of(**kind: Any) -> PredictionError:
     return prediction_error(layout_of(**kind))
 
 
-@pytest.mark.parametrize("gpu", ["a100-sxm4-40gb", "h100-sxm-80gb"])
+EXPERTS: dict[str, Any] = {"config": MIXTURE, "target": "megatron"}
+
+
 @pytest.mark.parametrize(
     "kind",
     [
-        {},
-        {"zero_stage": 3},
-        {"nodes": 48},
-        {"nodes": 16, "zero_stage": 3, "kernels": "hf"},
-        {"target": "megatron"},
+        {"gpu": "a100-sxm4-40gb"},
+        {"gpu": "a100-sxm4-40gb", "zero_stage": 3},
+        {"gpu": "a100-sxm4-40gb", "nodes": 48},
+        {"gpu": "h100-sxm-80gb", **EXPERTS},
+        {"gpu": "b200-sxm-180gb", **EXPERTS},
     ],
 )
-def test_where_runs_stand_behind_it(gpu: str, kind: dict[str, Any]) -> None:
-    found = error_of(gpu=gpu, **kind)
-    layout = layout_of(gpu=gpu, **kind)
+def test_where_runs_stand_behind_it(kind: dict[str, Any]) -> None:
+    found, layout = error_of(**kind), layout_of(**kind)
     words, _, wider = found.step_time_regime.partition("; as wide as ")
     name, _, runs = words.rpartition(": ")
-    band, generation = error_benchmark().time.bands[name], generation_of(gpu)
-    here = band.gpus[generation]
+    bands = error_benchmark().time.bands
+    band = bands[name]
     assert name in regimes(layout) and band.runs >= LEAST_RUNS and band.sources >= LEAST_SOURCES
-    assert runs == f"{band.runs} runs" + (
-        "" if here == band.runs else f", {here} of them on {generation}"
-    )
+    assert runs == f"{band.runs} runs" and name.endswith(generation_of(kind["gpu"]))
     engine = engine_title(layout.recipe.target, layout.recipe.assume.kernels)
-    own = error_benchmark().time.bands[f"{engine}, plain"]
-    assert (
-        found.step_time == (own if wider else band).half_width > 0 and found.step_time_reason == ""
-    )
-    assert not wider or (wider == f"{own.runs} of {engine}" and own.half_width > band.half_width)
-    # The narrowest one: those before it have too few runs, or none on such GPUs.
+    own = bands.get(f"{engine}, {workload_of(layout)}, {hardware_of(layout)}")
+    expected = own if wider and own is not None else band
+    assert found.step_time == expected.half_width > 0 and found.step_time_reason == ""
+    assert not wider or (own is not None and wider == f"{own.runs} of {engine}")
+    # The narrowest one: those before it have too few runs.
     for other in regimes(layout)[: regimes(layout).index(name)]:
-        narrower = error_benchmark().time.bands.get(other)
-        assert narrower is None or not narrower.has_enough_runs or generation not in narrower.gpus
+        assert other not in bands or not bands[other].has_enough_runs
     assert regime_text(found) == found.step_time_regime
     assert error_json_fields(found)["time"]["step_error_fraction"] == found.step_time
 
@@ -158,9 +157,9 @@ def test_regimes_are_nested() -> None:
         for kind in ({}, {"kernels": "hf"}, {"config": MIXTURE}, {"target": "megatron"}):
             names = regimes(layout_of(**kind))
             assert all(f", {'experts' if 'config' in kind else 'plain'}" in name for name in names)
+            assert len({name.rpartition(", ")[2] for name in names}) == 1
             counts = [runs.bands[name].runs for name in names if name in runs.bands]
             assert counts == sorted(counts)
-        assert all(sum(band.gpus.values()) == band.runs for band in runs.bands.values())
 
 
 def test_the_half_width_holds_eighty_percent() -> None:
