@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.plan_command import PlanRow, plan_table_rows, plan_text_lines
-from shardwright.compile.recipe_compiler import read_problem, resolve_recipe
+from shardwright.compile.recipe_compiler import estimate_recipe, read_problem, resolve_recipe
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
@@ -62,17 +62,13 @@ Run = dict[str, Any]
 
 
 @functools.cache
-def published() -> tuple[Run, ...]:
-    return tuple(tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))["run"])
+def published(kind: str) -> tuple[Run, ...]:
+    """Return the entries of a kind.
 
-
-@functools.cache
-def arguments() -> tuple[Run, ...]:
-    """Why each job's layout is what somebody who knows the field would take; of the layout that was
-    argued for."""
-    return tuple(
-        tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))["argument"]
-    )
+    kind: run, what others ran beside a recipe's own plan; best, the best layouts published for
+        current models; argument, why a layout is what somebody who knows the field would take
+    """
+    return tuple(tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))[kind])
 
 
 def priced(run: Run) -> Estimate:
@@ -84,7 +80,7 @@ def priced(run: Run) -> Estimate:
 
 def index() -> str:
     """recipes/README.md as it should be."""
-    body = f"{_table()}\n\n{_beside()}\n\n{_argued()}"
+    body = "\n\n".join([_table(), _beside(), _best(), _argued()])
     return replace_section(INDEX.read_text(encoding="utf-8"), BEGIN, END, body)
 
 
@@ -160,7 +156,7 @@ def _beside() -> str:
         "| recipe | published layout | reported | our estimate of it | our layout | its step |",
         "|---|---|---|---|---|---|",
     ]
-    for run in published():
+    for run in published("run"):
         found = planned(run["recipe"])
         keys = ", ".join(f"{key}={value}" for key, value in run["layout"].items())
         theirs = priced(run)
@@ -182,10 +178,53 @@ def _beside() -> str:
     return "\n".join(lines)
 
 
+_OPEN_AXES = dict.fromkeys(("virtual_stages", "sequence_parallel", "expert_tensor"), "auto")
+
+
+def best_and_planned(run: Run) -> tuple[Estimate, tuple[Estimate, ...]]:
+    """Return our estimate of a best published layout, and our ranked layouts of the same run, with
+    its dispatcher."""
+    path = RECIPES / f"{run['recipe']}.yaml"
+    dispatcher = [text for text in run["set"] if text.startswith("parallelism.")]
+    others = [text for text in run["set"] if text not in dispatcher]
+    fixed = ["model.weights=random", *others, "parallelism={}", *dispatcher]
+    pins = [f"parallelism.{key}={value}" for key, value in run["layout"].items()]
+    _, theirs = estimate_recipe(load_recipe(path, [*fixed, *pins]))
+    axes = _OPEN_AXES if "target=megatron" in run["set"] else {}
+    auto = [f"parallelism.{key}={value}" for key, value in axes.items()]
+    problem, _ = resolve_recipe(load_recipe(path, [*fixed, *auto]))
+    return theirs, search(problem).ranked
+
+
+def _best() -> str:
+    lines = [
+        "| run | best published layout | measured | our estimate of it | our first layout | its "
+        "step | fastest listed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in published("best"):
+        theirs, ranked = best_and_planned(run)
+        fastest = min(ranked, key=lambda e: e.time.step_seconds)
+        off = theirs.time.step_seconds / run["seconds"] - 1
+        settings = "; ".join(text.partition(".")[2] or text for text in run["set"])
+        fits = "" if theirs.memory.fits else ", does not fit"
+        cells = (
+            f"{run['recipe']} ({settings})",
+            f"{layout(theirs)} ({run['source']})",
+            f"{run['seconds']:.3g} s",
+            f"{theirs.time.step_seconds:.3g} s ({off:+.0%}){fits}",
+            layout(ranked[0]),
+            f"{ranked[0].time.step_seconds:.3g} s",
+            f"{fastest.time.step_seconds:.3g} s, {layout(fastest)}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _argued() -> str:
     rows = [
         f"| {each['recipe']} | {layout(planned(each['recipe']).best)} | {each['why']} |"
-        for each in arguments()
+        for each in published("argument")
     ]
     return "\n".join(["| job | our layout | why, beside what others do |", "|---|---|---|", *rows])
 
@@ -197,7 +236,7 @@ def main() -> None:
     for name in NAMES:
         (EXPECTED / f"{name}.txt").write_text(planned(name).text, encoding="utf-8")
     INDEX.write_text(index(), encoding="utf-8")
-    print(json.dumps({"recipes": len(NAMES), "published": len(published())}))
+    print(json.dumps({"recipes": len(NAMES), "published": len(published("run"))}))
 
 
 if __name__ == "__main__":
