@@ -73,7 +73,7 @@ def test_the_rows_of_a_layer(tensor: int, expert: int, checkpointing: str, again
         EXPERT_IMBALANCE * 2 * layout.tokens * 2 * layout.graph.hidden_size * layout.element_bytes
     )
     group = group_of(layout.cluster, expert, tensor)
-    wanted = all_to_all_seconds(layout.cluster, c, group, moved, 3)
+    wanted = all_to_all_seconds(layout.cluster, c, group, moved, 3, c.expert_alltoall_efficiency)
     before, found = pass_times(plain), pass_times(layout)
     ahead = (found.forward_comm[2] - found.forward_comm[1]) - (
         before.forward_comm[2] - before.forward_comm[1]

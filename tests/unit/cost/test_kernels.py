@@ -130,9 +130,18 @@ def test_attention_of_a_hopper_is_what_was_measured(
     assert [share * 989.4 for share in found] == pytest.approx([forward, backward], rel=0.1)
 
 
-def test_a_chip_without_a_curve_has_a_share_of_its_peak() -> None:
-    rate = attention_rate(GPUS["l40s-48gb"], "torch")
-    assert rate.share == (0.625, 0.56)
+def test_a_chip_that_is_not_listed_lies_between_an_a100_and_an_h100() -> None:
+    """By FlashAttention-2's rates: 195 and 175 TFLOP/s at a peak of 312, 342 and 322 at 989."""
+
+    def rates(peak: float) -> tuple[float, ...]:
+        gpu = dataclasses.replace(
+            GPUS["l40s-48gb"], name="inline", peak_flops={"bf16": peak * 1e12}
+        )
+        return tuple(share * peak for share in attention_rate(gpu, "best").share)
+
+    assert rates(312) == pytest.approx((195, 175)) and rates(989) == pytest.approx((342, 322))
+    assert rates(100) == pytest.approx((62.5, 56.1), rel=1e-3)
+    assert 195 < rates(500)[0] < 342 < rates(2250)[0] < 342 * 2250 / 989
     assert attention_rate(GPUS["a100-sxm4-80gb"], "best") == attention_rate(
         GPUS["a100-sxm4-80gb"], "flash"
     )

@@ -115,15 +115,19 @@ def test_where_runs_stand_behind_it(kind: dict[str, Any]) -> None:
     ("kind", "reason"),
     [
         ({"gpu": "cpu", "precision": "fp32"}, "a CPU"),
-        ({"gpu": "mi300x-192gb"}, "mi300x-192gb"),
+        ({"gpu": "mi300x-192gb"}, "DeepSpeed, plain, CDNA 3"),
         ({"precision": "fp32"}, "fp32"),
         ({"lora": LORA}, "LoRA"),
         ({"schedule": "dualpipev", "gradient_accumulation_steps": 4}, "schedule: dualpipev"),
-        ({"config": MIXTURE}, "DeepSpeed, experts"),
-        ({"config": MIXTURE, "gpu": "h100-sxm-80gb", "zero_stage": 3}, "DeepSpeed, experts"),
-        ({"config": MIXTURE, "target": "megatron"}, "Megatron-LM, experts"),
-        ({"offload": "optimizer", "pipeline": 1, "data": 4}, "DeepSpeed, offload"),
-        ({"gpu": "b200-sxm-180gb"}, "DeepSpeed, plain, b200-sxm-180gb"),
+        ({"config": MIXTURE}, "DeepSpeed, experts, Ampere"),
+        (
+            {"config": MIXTURE, "gpu": "h100-sxm-80gb", "zero_stage": 3},
+            "DeepSpeed, experts, Hopper",
+        ),
+        ({"config": MIXTURE, "target": "megatron"}, "Megatron-LM, experts, Ampere"),
+        ({"offload": "optimizer", "pipeline": 1, "data": 4}, "DeepSpeed, offload, Ampere"),
+        ({"gpu": "h100-sxm-80gb"}, "DeepSpeed, plain, Hopper"),
+        ({"gpu": "b200-sxm-180gb"}, "DeepSpeed, plain, Blackwell"),
     ],
 )
 def test_where_none_does(kind: dict[str, Any], reason: str) -> None:

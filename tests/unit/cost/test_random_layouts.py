@@ -179,8 +179,10 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
     roomy = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=1e6))
     unbound_time = estimate_layout(problem_of(recipe, graph, roomy), strategy).time
     unbound = unbound_time.step_seconds
-    # Of many layers the partition is found by a descent: not always the very best one.
-    slack = SLACK if strategy.pipeline == 1 else 1.01
+    # Of many layers the partition is found by a descent: not always the very best one, and of a
+    # pipeline with fewer micro-batches than stages, which has no closed form, by a shorter one.
+    is_filled = strategy.gradient_accumulation_steps >= strategy.pipeline
+    slack = SLACK if strategy.pipeline == 1 else 1.01 if is_filled else 1.05
     for link in ("intra_node_bytes_per_second", "inter_node_bytes_per_second"):
         faster = dataclasses.replace(roomy, **{link: 2 * getattr(roomy, link)})
         assert (
@@ -193,7 +195,7 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
     )
     # A rank that waits for its kernels' launches has less computation to hide collectives behind.
     launch_bound = found.time.tensor_comm_seconds > unbound_time.tensor_comm_seconds * SLACK
-    assert found.time.step_seconds <= unbound * (1.01 if launch_bound else slack)
+    assert found.time.step_seconds <= unbound * (max(1.01, slack) if launch_bound else slack)
     own = [t.compute_seconds + t.tensor_comm_seconds for t in (found.time, unbound_time)]
     assert own[0] <= own[1] * slack
 
