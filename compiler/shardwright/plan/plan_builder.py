@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
@@ -205,12 +204,14 @@ def _different_images_error(key: KeyPath) -> Diagnostic:
 
 def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:
     """Return the public versions ("2.13.0", not "2.13.0+cpu") of the packages that compute."""
+    from importlib import metadata
+
     public = {}
     for name in ("torch", *engine_packages, "transformers"):
         with suppress(
-            importlib.metadata.PackageNotFoundError
+            metadata.PackageNotFoundError
         ):  # a compile checks first that they are installed (engines/engine_table.py)
-            public[name] = importlib.metadata.version(name).split("+")[0]
+            public[name] = metadata.version(name).split("+")[0]
     return {"shardwright": shardwright.__version__, **public}
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from shardwright.utils.installation import templates_folder
 
 
 def render_template(template: str, **variables: object) -> str:
     """Fill in a template of templates/. Raises jinja2's UndefinedError for a variable that is
     missing."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # no plan needs them
+
     environment = Environment(
         loader=FileSystemLoader(templates_folder()),
         undefined=StrictUndefined,

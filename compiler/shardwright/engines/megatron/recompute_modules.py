@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import re
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
@@ -44,6 +43,8 @@ def recompute_obstacle(x: Candidate, module: RecomputeModule) -> str:
     """Return why the layout's ranks cannot recompute a module; "" where they can."""
     accepted = accepted_recompute_modules()
     if module not in accepted:
+        from importlib import metadata
+
         version = metadata.version("megatron-core")
         return f"megatron-core {version} recomputes only {_listed(accepted)}"
     if missing := _missing_part(x.graph, module):
