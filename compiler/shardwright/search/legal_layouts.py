@@ -75,13 +75,7 @@ def candidate_layouts(problem: Problem) -> Iterator[Layout]:
     for grid in layout_grids(problem):
         names = [name for name, _ in grid.axes]
         for values in itertools.product(*(tried for _, tried in grid.axes)):
-            yield layout_at(recipe, grid, dict(zip(names, values, strict=True)))
-
-
-def layout_at(recipe: Recipe, grid: LayoutGrid, chosen: Mapping[str, Value]) -> Layout:
-    """Build a layout; keys that are not set yet take their first value."""
-    first = {name: values[0] for name, values in grid.axes}
-    return _strategy(recipe, {**grid.fixed, **first, **chosen})
+            yield _strategy(recipe, {**grid.fixed, **dict(zip(names, values, strict=True))})
 
 
 def pinned_layout(recipe: Recipe, cluster: Cluster) -> Layout:
@@ -206,7 +200,8 @@ class _Level:
 
 
 class _Walk:
-    """Walks through one grid, fixing one axis after the other."""
+    """Walks through one grid, fixing one axis after the other. values: of all keys; those that are
+    not set yet have their first value."""
 
     def __init__(
         self,
@@ -223,25 +218,26 @@ class _Walk:
         )
 
     def groups(self) -> Iterator[tuple[Legal, ...]]:
-        warnings = self._check(0, {})
+        values = {**self.grid.fixed, **{name: tried[0] for name, tried in self.grid.axes}}
+        warnings = self._check(0, values)
         if warnings is not None:
-            yield from self._descend(1, {}, warnings)
+            yield from self._descend(1, values, warnings)
 
     def _descend(
-        self, level: int, chosen: dict[str, Value], warnings: tuple[Diagnostic, ...]
+        self, level: int, values: dict[str, Value], warnings: tuple[Diagnostic, ...]
     ) -> Iterator[tuple[Legal, ...]]:
         name, choices = self.grid.axes[level - 1]
         last = level == len(self.grid.axes)
         group: list[Legal] = []
         for value in choices:
-            below = {**chosen, name: value}
+            below = {**values, name: value}
             found = self._check(level, below)
             if found is None:
                 continue
             if last:
                 group.append(
                     (
-                        layout_at(self.problem.recipe, self.grid, below),
+                        _strategy(self.problem.recipe, below),
                         sort_diagnostics((*warnings, *found)),
                     )
                 )
@@ -250,29 +246,31 @@ class _Walk:
         if group:
             yield tuple(group)
 
-    def _check(self, level: int, chosen: dict[str, Value]) -> tuple[Diagnostic, ...] | None:
+    def _check(self, level: int, values: dict[str, Value]) -> tuple[Diagnostic, ...] | None:
         """Return the warnings of this level's rules; None where one is broken, which rejects all
         below."""
         here = self.levels[level]
-        fixed = self.grid.fixed
-        values = tuple([chosen[name] if name in chosen else fixed[name] for name in here.reads])
-        below = math.prod(len(c) for _, c in self.grid.axes[level:])
-        if values in here.results:
-            broken = here.results[values]
-            if broken is not None:
-                self.rejections.counts[broken.code] += below
-            return () if broken is None else None
-        strategy = layout_at(self.problem.recipe, self.grid, chosen)
-        p = self.problem
+        read = tuple([values[name] for name in here.reads])
+        if read in here.results:
+            broken = here.results[read]
+            if broken is None:
+                return ()
+            self.rejections.counts[broken.code] += self._below(level)
+            return None
+        p, strategy = self.problem, _strategy(self.problem.recipe, values)
         candidate = Candidate(recipe=p.recipe, graph=p.graph, cluster=p.cluster, strategy=strategy)
         found = sort_diagnostics(rule.check(candidate) for rule in here.rules)
         is_broken = bool(found) and found[0].severity == "error"
         if is_broken or not found:  # warnings are in the words of each layout
-            here.results[values] = found[0] if found else None
+            here.results[read] = found[0] if found else None
         if is_broken:
-            self.rejections.add(found[0], strategy, below)
+            self.rejections.add(found[0], strategy, self._below(level))
             return None
         return found
+
+    def _below(self, level: int) -> int:
+        """Count the layouts of which the first `level` axes are set."""
+        return math.prod(len(tried) for _, tried in self.grid.axes[level:])
 
 
 def _levels(target: str, names: tuple[str, ...]) -> tuple[_Level, ...]:

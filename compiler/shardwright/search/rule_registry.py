@@ -156,6 +156,5 @@ def check_layout(problem: Problem, strategy: Layout) -> tuple[Diagnostic, ...]:
 
 
 def sort_diagnostics(found: Iterable[Diagnostic | None]) -> tuple[Diagnostic, ...]:
-    return tuple(
-        sorted((d for d in found if d is not None), key=lambda d: (d.severity != "error", d.code))
-    )
+    broken = [d for d in found if d is not None]
+    return tuple(sorted(broken, key=lambda d: (d.severity != "error", d.code)))

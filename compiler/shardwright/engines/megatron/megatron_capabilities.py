@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -324,9 +325,8 @@ def expert_biases(x: Candidate) -> Diagnostic | None:
     megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
     tensor parallelism is 1".
     """
-    s, modules = x.strategy, expert_modules(x.graph)
-    names = {p.name for layer in x.graph.layers for p in layer.parameters if len(p.shape) == 2}
-    if s.expert_tensor_ranks == 1 or not any(name.rpartition(".")[0] in modules for name in names):
+    s = x.strategy
+    if s.expert_tensor_ranks == 1 or not _experts_have_biases(x.graph):
         return None
     return found(
         "SW3166",
@@ -338,6 +338,13 @@ def expert_biases(x: Candidate) -> Diagnostic | None:
         "Write `expert_tensor: 1`: tensor ranks then hold unsharded experts.",
         (1,),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _experts_have_biases(graph: ModelGraph) -> bool:
+    modules = expert_modules(graph)
+    names = {p.name for layer in graph.layers for p in layer.parameters if len(p.shape) == 2}
+    return any(name.rpartition(".")[0] in modules for name in names)
 
 
 def expert_tensor(x: Candidate) -> Diagnostic | None:
