@@ -128,6 +128,20 @@ def product_seconds(
     return best
 
 
+@memoize(lambda device, c, *, m, n, k, batch: (device, _of(c), m, n, k, batch))
+def product_pass_seconds(
+    device: Device, c: Constants, *, m: float, n: int, k: int, batch: float
+) -> tuple[float, float, float]:
+    """Return the seconds of a linear layer's products: forward, of its inputs' gradient, and of its
+    weights' gradient."""
+    forward = product_seconds(device, c, m=m, n=n, k=k, batch=batch)
+    inputs = product_seconds(device, c, m=m, n=k, k=n, batch=batch)
+    # Its rows are summed over: they need no alignment.
+    summed = -(-max(1, round(m)) // ALIGNED_WIDTH) * ALIGNED_WIDTH if m > ALIGNED_WIDTH else m
+    weights = product_seconds(device, c, m=n, n=k, k=max(1, round(summed)), batch=batch)
+    return forward, inputs, weights
+
+
 def sustained_share(c: Constants, flops_per_second: float, watts: float | None) -> float:
     """Return the share of the peak that a power limit allows to dense products.
 

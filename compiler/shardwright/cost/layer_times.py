@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost.calibrated_costs import (
+    calibration_for,
     host_overhead_seconds,
     measured_layer_seconds,
     representative_layers,
@@ -29,12 +30,11 @@ from shardwright.cost.communication_bytes import (
 )
 from shardwright.cost.cost_constants import Constants
 from shardwright.cost.kernel_seconds import (
-    ALIGNED_WIDTH,
     device_of,
     eager_attention_seconds,
     eager_traffic_seconds,
     fused_attention_seconds,
-    product_seconds,
+    product_pass_seconds,
     traffic_seconds,
 )
 from shardwright.cost.layer_shapes import (
@@ -154,20 +154,16 @@ def layer_seconds(
         ends[layer.kind] if index < 0 else per_kind[index]
         for layer, index in zip(graph.layers, shapes.kind_of, strict=True)
     ]
-    places = representative_layers(shapes.kind_of)
-    per_layer = [
-        measured_layer_seconds(recipe, graph, s, at, each)
-        for at, each in zip(places, per_layer, strict=True)
-    ]
-
-    def prefix(part: Callable[[tuple[float, float, float]], float]) -> tuple[float, ...]:
-        return (0.0, *itertools.accumulate(part(seconds) for seconds in per_layer))
-
-    return LayerTimes(
-        forward=prefix(lambda x: x[0]),
-        backward=prefix(lambda x: x[1]),
-        recompute=prefix(lambda x: x[2]),
+    if calibration_for(recipe, graph) is not None:
+        places = representative_layers(shapes.kind_of)
+        per_layer = [
+            measured_layer_seconds(recipe, graph, s, at, each)
+            for at, each in zip(places, per_layer, strict=True)
+        ]
+    forward, backward, recompute = (
+        (0.0, *itertools.accumulate(seconds)) for seconds in zip(*per_layer, strict=True)
     )
+    return LayerTimes(forward=forward, backward=backward, recompute=recompute)
 
 
 class _MicroBatchCosts:
@@ -437,12 +433,8 @@ class _MicroBatchCosts:
         return flops_per_token * self.tokens / degree / (self.device.flops_per_second * self.mfu)
 
     def _product(self, m: float, n: int, k: int, batch: float) -> tuple[float, float]:
-        forward = product_seconds(self.device, self.c, m=m, n=n, k=k, batch=batch)
-        inputs = product_seconds(self.device, self.c, m=m, n=k, k=n, batch=batch)
-        # Its rows are summed over: they need no alignment.
-        summed = -(-max(1, round(m)) // ALIGNED_WIDTH) * ALIGNED_WIDTH if m > ALIGNED_WIDTH else m
-        weights = product_seconds(
-            self.device, self.c, m=n, n=k, k=max(1, round(summed)), batch=batch
+        forward, inputs, weights = product_pass_seconds(
+            self.device, self.c, m=m, n=n, k=k, batch=batch
         )
         return forward, inputs if self.frozen else inputs + weights
 
@@ -653,7 +645,6 @@ def _pass_times_key(priced: PricedLayout) -> Hashable:
             s.expert,
             s.tensor,
             s.micro_batch_size,
-            s.zero_world_size * (s.expert > 1),
         ),
         s.expert_tensor,
         (s.checkpointing, priced.checkpointed_activations is None, s.sequence_parallel),
