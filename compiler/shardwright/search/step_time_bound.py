@@ -71,7 +71,9 @@ _state_key = operator.attrgetter(
 _key_without_checkpointing = operator.attrgetter(
     *(f.name for f in fields(Layout) if f.name != "activation_checkpointing")
 )
-_overhead_key = operator.attrgetter(*_WORK_AXES, "schedule", "virtual_stages", "pipeline", "data")
+_overhead_key = operator.attrgetter(
+    *("tensor", "context", "data", "pipeline", "schedule", "micro_batch_size", "sequence_parallel")
+)
 
 
 def _work(found: PassTimes) -> list[float]:
@@ -294,7 +296,8 @@ class StepTimeBound:
 
     def _overhead_and_message_seconds(self, s: Layout) -> tuple[float, float]:
         """Return seconds of a micro-batch beyond the layers: on each rank, and of a message."""
-        key = (*_overhead_key(s), self._problem.recipe.cluster.measured is not None and s)
+        is_measured = self._problem.recipe.cluster.measured is not None
+        key = (*_overhead_key(s), s.virtual_stages > 1, is_measured and s)
         if key not in self._overheads:
             layout = self._priced_without_stages(s)
             self._overheads[key] = (
