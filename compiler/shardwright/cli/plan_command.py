@@ -272,7 +272,11 @@ def plan_json(
         "plans": [estimate_json(path, row.estimate) for row in rows],
         "rejected": result.rejected,
         "skipped": [
-            {"least_step_seconds": least, **dataclasses.asdict(s)} for least, s in result.skipped
+            {
+                "least_step_seconds": least,
+                **{axis.name: value for axis, value in s.values().items()},
+            }
+            for least, s in result.skipped
         ],
         "slower_regions": [
             _slower_region_json(region) for region in slower_regions(recipe, ranked, result.skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
@@ -173,7 +174,9 @@ class Layout:
     def enabled_axes(self) -> tuple[tuple[Axis, Value], ...]:
         """Return the axes that differ from their off value, with their values."""
         return tuple(
-            (axis, value) for axis, value in self.values().items() if value != axis.off_value
+            (axis, value)
+            for axis in axes_in_print_order(type(self))
+            if (value := getattr(self, axis.name)) != axis.off_value
         )
 
     def pins(self) -> dict[str, JsonValue]:
@@ -224,6 +227,7 @@ def _letters(axis: Axis, value: Value) -> str:
     return axis.letters.format(LETTERS.get(str(value), value))
 
 
+@functools.cache
 def axes_in_print_order(layout: type[Layout] = Layout) -> tuple[Axis, ...]:
     """Return the table's rows in the order of the fields of Layout."""
     rows = {axis.name: axis for axis in axes.AXES}
