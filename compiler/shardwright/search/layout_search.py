@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
+import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -31,9 +33,14 @@ from shardwright.search.legal_layouts import (
     Legal,
     RejectedRegion,
     Rejections,
+    RulesByLevel,
     candidate_layouts,
+    layout_grids,
+    layouts_of,
     legal_layouts,
+    legal_layouts_of,
     pinned_layout,
+    split_grid,
     zero_baseline,
 )
 from shardwright.search.over_memory_layouts import (
@@ -48,6 +55,7 @@ from shardwright.search.step_time_bound import (
     ALWAYS_PRICED_FACTOR,
     PRICED_FACTOR,
     PRICED_WHOLE,
+    WORK_AXES,
     StepTimeBound,
 )
 
@@ -122,6 +130,10 @@ class _Best:
             or with_complexity_penalty(strategy, least) <= PRICED_FACTOR * self.weighed
         )
 
+    def may_win(self, strategy: Layout, least: float) -> bool:
+        """Return whether a layout that takes at least `least` seconds may be the best one."""
+        return with_complexity_penalty(strategy, least) <= self.weighed
+
 
 def best_layout(problem: Problem) -> Estimate | None:
     """Return the best feasible layout, to compare another plan with; no other layout is kept.
@@ -129,22 +141,29 @@ def best_layout(problem: Problem) -> Estimate | None:
     if problem.recipe.objective == "memory":  # the bound is one of time
         return next(iter(_search(problem).ranked), None)
     recipe, bound = problem.recipe, StepTimeBound(problem)
-    # Where the smallest micro-batch has no room, none has.
-    groups = [group for group in legal_layouts(problem, Rejections()) if bound.may_fit(group[0][0])]
-    # With no layer recomputed first, for which three layouts have one bound.
-    waiting = [
-        (bound.least_seconds_without_recompute(strategy), number, place, False)
-        for number, group in enumerate(groups)
-        for place, (strategy, _) in enumerate(group)
-    ]
-    heapq.heapify(waiting)
-    fitting = [len(group) for group in groups]
+    unopened = _legal_grids(problem, bound)
+    waiting: list[tuple[float, int, int, bool]] = []
+    groups: list[tuple[Legal, ...]] = []
+    fitting: list[int] = []
     """Counts, by group, the micro-batch sizes that may fit, from the smallest on."""
     best, found = _Best(), []
-    while waiting:
-        least, number, place, is_own = heapq.heappop(waiting)
+    while waiting or unopened:
+        opens = bool(unopened) and (not waiting or unopened[-1][0] <= waiting[0][0])
+        least = unopened[-1][0] if opens else waiting[0][0]
         if least > best.weighed:
             break
+        if opens:
+            # Where the smallest micro-batch has no room, none has.
+            for group in (g for g in unopened.pop()[1] if bound.may_fit(g[0][0])):
+                # With no layer recomputed first, for which three layouts have one bound.
+                for place, (strategy, _) in enumerate(group):
+                    kept = bound.least_seconds_without_recompute(strategy)
+                    weighed = with_complexity_penalty(strategy, kept)
+                    heapq.heappush(waiting, (weighed, len(groups), place, False))
+                groups.append(group)
+                fitting.append(len(group))
+            continue
+        _, number, place, is_own = heapq.heappop(waiting)
         if place >= fitting[number]:
             continue
         strategy, warnings = groups[number][place]
@@ -160,10 +179,29 @@ def best_layout(problem: Problem) -> Estimate | None:
         if not memory_is_accepted(recipe, memory):
             fitting[number] = place
             continue
-        priced = _priced(problem, bound, layout, memory, warnings, best)
+        priced = _priced(problem, bound, layout, memory, warnings, best.may_win)
         found += priced
         best.take(recipe, priced)
     return min(found, key=lambda e: rank_key(recipe, e), default=None)
+
+
+def _legal_grids(
+    problem: Problem, bound: StepTimeBound
+) -> list[tuple[float, Iterator[tuple[Legal, ...]]]]:
+    """Split the grids along WORK_AXES. Return the groups of each part, and the seconds that each
+    of its layouts takes at least, complexity penalties included; the fastest part last."""
+    rules = RulesByLevel(problem.recipe.target)
+    split = set(WORK_AXES) - {"micro_batch_size", "activation_checkpointing"}
+    found = []
+    for grid in (part for every in layout_grids(problem) for part in split_grid(every, split)):
+        groups = legal_layouts_of(problem, grid, Rejections(), rules)
+        if (first := next(groups, None)) is not None:
+            least = min(
+                with_complexity_penalty(s, bound.mean_rank_seconds(s))
+                for s in layouts_of(problem.recipe, grid, {"micro_batch_size", "schedule"})
+            )
+            found.append((least, itertools.chain([first], groups)))
+    return sorted(found, key=operator.itemgetter(0), reverse=True)
 
 
 def _covers_partial_checkpointing(problem: Problem, strategy: Layout) -> bool:
@@ -177,27 +215,25 @@ def _priced(
     layout: PricedLayout,
     memory: Memory,
     warnings: tuple[Diagnostic, ...],
-    best: _Best,
+    matters: Callable[[Layout, float], bool],
 ) -> list[Estimate]:
     """Price a layout that fits and, beside one that recomputes all layers, the one that
-    recomputes fewer, and the one that recomputes modules of them. Each is priced only where it may
-    matter."""
+    recomputes fewer, and the one that recomputes modules of them. matters: whether a layout that
+    takes at least so many seconds is worth it."""
     found: list[Estimate] = []
 
     def take(layout: PricedLayout, memory: Memory) -> None:
-        if bound is None or best.is_near(
-            layout.strategy, bound.least_interleaved_step_seconds(layout)
-        ):
+        if bound is None or matters(layout.strategy, bound.least_interleaved_step_seconds(layout)):
             found.append(price(layout, memory, warnings))
 
     take(layout, memory)
-    if bound is None or best.is_near(
+    if bound is None or matters(
         layout.strategy, bound.least_partial_checkpointing_seconds(layout.strategy)
     ):
         less = with_partial_checkpointing(problem, layout, memory)
         if less:
             take(*less)
-    if bound is None or best.is_near(
+    if bound is None or matters(
         layout.strategy, bound.least_module_checkpointing_seconds(layout.strategy)
     ):
         modules = with_module_checkpointing(problem, layout, memory)
@@ -243,7 +279,7 @@ def _search(problem: Problem) -> SearchResult:
                     len(group) - place,
                 )
                 break
-            found = _priced(problem, bound, layout, memory, warnings, best)
+            found = _priced(problem, bound, layout, memory, warnings, best.is_near)
             if bound is not None and all(e.strategy != layout.strategy for e in found):
                 skipped.append((bound.least_interleaved_step_seconds(layout), strategy))
             feasible += found

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +71,31 @@ def layout_grids(problem: Problem) -> Iterator[LayoutGrid]:
 
 def candidate_layouts(problem: Problem) -> Iterator[Layout]:
     """Yield every layout of every grid, legal or not."""
-    recipe = problem.recipe
     for grid in layout_grids(problem):
-        names = [name for name, _ in grid.axes]
-        for values in itertools.product(*(tried for _, tried in grid.axes)):
-            yield _strategy(recipe, {**grid.fixed, **dict(zip(names, values, strict=True))})
+        yield from layouts_of(problem.recipe, grid, {name for name, _ in grid.axes})
+
+
+def layouts_of(recipe: Recipe, grid: LayoutGrid, axes: Container[str]) -> Iterator[Layout]:
+    """Yield a layout for each choice along these axes of a grid; the other keys have their first
+    value."""
+    first, chosen = _first_values(grid), [each for each in grid.axes if each[0] in axes]
+    names = [name for name, _ in chosen]
+    for values in itertools.product(*(tried for _, tried in chosen)):
+        yield _strategy(recipe, {**first, **dict(zip(names, values, strict=True))})
+
+
+def split_grid(grid: LayoutGrid, axes: Container[str]) -> Iterator[LayoutGrid]:
+    """Split a grid into those with one value along each of these axes."""
+    choices = (
+        [(name, (value,)) for value in values] if name in axes else [(name, values)]
+        for name, values in grid.axes
+    )
+    for chosen in itertools.product(*choices):
+        yield LayoutGrid(fixed=grid.fixed, axes=chosen)
+
+
+def _first_values(grid: LayoutGrid) -> dict[str, Value]:
+    return {**grid.fixed, **{name: values[0] for name, values in grid.axes}}
 
 
 def pinned_layout(recipe: Recipe, cluster: Cluster) -> Layout:
@@ -180,12 +200,16 @@ Legal = tuple[Layout, tuple[Diagnostic, ...]]
 def legal_layouts(problem: Problem, rejections: Rejections) -> Iterator[tuple[Legal, ...]]:
     """Yield groups of layouts that differ in the micro-batch size alone, smallest first. What a
     rule forbids is added to `rejections`."""
-    known: dict[tuple[str, ...], tuple[_Level, ...]] = {}
+    rules = RulesByLevel(problem.recipe.target)
     for grid in layout_grids(problem):
-        names = tuple(name for name, _ in grid.axes)
-        if names not in known:
-            known[names] = _levels(problem.recipe.target, names)
-        yield from _Walk(problem, grid, rejections, known[names]).groups()
+        yield from legal_layouts_of(problem, grid, rejections, rules)
+
+
+def legal_layouts_of(
+    problem: Problem, grid: LayoutGrid, rejections: Rejections, rules: RulesByLevel
+) -> Iterator[tuple[Legal, ...]]:
+    """Yield the groups of one grid, as legal_layouts does."""
+    return _Walk(problem, grid, rejections, rules.along(grid)).groups()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,7 +242,7 @@ class _Walk:
         )
 
     def groups(self) -> Iterator[tuple[Legal, ...]]:
-        values = {**self.grid.fixed, **{name: tried[0] for name, tried in self.grid.axes}}
+        values = _first_values(self.grid)
         warnings = self._check(0, values)
         if warnings is not None:
             yield from self._descend(1, values, warnings)
@@ -271,6 +295,20 @@ class _Walk:
     def _below(self, level: int) -> int:
         """Count the layouts of which the first `level` axes are set."""
         return math.prod(len(tried) for _, tried in self.grid.axes[level:])
+
+
+class RulesByLevel:
+    """Holds an engine's rules by the axis from which on they can be checked, and what they said."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._levels: dict[tuple[str, ...], tuple[_Level, ...]] = {}
+
+    def along(self, grid: LayoutGrid) -> tuple[_Level, ...]:
+        names = tuple(name for name, _ in grid.axes)
+        if names not in self._levels:
+            self._levels[names] = _levels(self._target, names)
+        return self._levels[names]
 
 
 def _levels(target: str, names: tuple[str, ...]) -> tuple[_Level, ...]:

@@ -62,9 +62,9 @@ PRICED_WHOLE = 250
 """Layouts, so many of which are priced in about half a second: all of them, for what a complete
 list is worth."""
 
-_WORK_AXES: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
-_WORK_AXES += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
-_work_key = operator.attrgetter(*_WORK_AXES)
+WORK_AXES: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
+WORK_AXES += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
+_work_key = operator.attrgetter(*WORK_AXES)
 _state_key = operator.attrgetter(
     *(axis.name for axis in AXES if axis.affects_rank_state), "hpz_partition_size"
 )
@@ -80,6 +80,11 @@ def _work(found: PassTimes) -> list[float]:
     """Return prefix sums over the layers: forward and backward seconds of one micro-batch."""
     sums = (found.forward_compute, found.backward_compute, found.forward_comm, found.backward_comm)
     return [sum(each) for each in zip(*sums, strict=True)]
+
+
+def _without_recompute(s: Layout) -> Layout:
+    is_kept = s.activation_checkpointing == "none"
+    return s if is_kept else replace(s, activation_checkpointing="none")
 
 
 class StepTimeBound:
@@ -154,10 +159,7 @@ class StepTimeBound:
         ways. A pipeline's bound includes a mean rank's gradients and update. Partial
         checkpointing may take less."""
         m, p = s.gradient_accumulation_steps, s.pipeline
-        key = self._work_of(s)
-        work = self._work.get(key)
-        if work is None:
-            work = self._work[key] = _work(pass_times(self._priced_without_stages(s)))
+        work = self._work_prefix_sums(s)
         each, message = self._overhead_and_message_seconds(s)
         if p == 1:
             least = m * (work[-1] + each) + (
@@ -175,16 +177,26 @@ class StepTimeBound:
             * measured_over_predicted(self._problem.recipe, self._problem.graph, s)
         )
 
+    def mean_rank_seconds(self, s: Layout) -> float:
+        """Bound the layouts that differ from s in no degree, in no key of WORK_AXES but
+        activation_checkpointing, and not in the schedule: by the layers of a mean rank."""
+        if self._problem.recipe.cluster.measured is not None:  # a layout may have a run of its own
+            return 0.0
+        work = self._work_prefix_sums(_without_recompute(s))[-1]
+        return s.gradient_accumulation_steps * work / s.pipeline * (1 - ROUNDING)
+
+    def _work_prefix_sums(self, s: Layout) -> list[float]:
+        key = self._work_of(s)
+        work = self._work.get(key)
+        if work is None:
+            work = self._work[key] = _work(pass_times(self._priced_without_stages(s)))
+        return work
+
     def least_seconds_without_recompute(self, s: Layout) -> float:
         """Bound the same layout with no layer recomputed."""
         key = _key_without_checkpointing(s)
         if key not in self._without_recompute:
-            kept = (
-                s
-                if s.activation_checkpointing == "none"
-                else replace(s, activation_checkpointing="none")
-            )
-            self._without_recompute[key] = self.least_seconds(kept)
+            self._without_recompute[key] = self.least_seconds(_without_recompute(s))
         return self._without_recompute[key]
 
     def tight_least_seconds(

@@ -15,6 +15,7 @@ from shardwright.compile.compiled_folder import read_folder, write_folder
 from shardwright.compile.recipe_compiler import compile_recipe, resolve_recipe
 from shardwright.cost.layout_costs import price
 from shardwright.diagnostics import Refusal
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
@@ -22,6 +23,8 @@ from shardwright.report.plan_sentences import other_engine_text
 from shardwright.search import engine_choice, forked_call
 from shardwright.search.engine_choice import other_engine, resolve_problem, start_engine_comparison
 from shardwright.search.layout_search import best_layout, search
+from shardwright.search.legal_layouts import Rejections, legal_layouts
+from shardwright.search.step_time_bound import StepTimeBound
 from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 PINS: dict[str, Any] = {
@@ -72,7 +75,7 @@ def test_auto_takes_the_default_where_it_ranks_first() -> None:
 @pytest.mark.parametrize(
     "change", [{"model_type": "olmo2"}, {"attention_dropout": 0.1}], ids=["type", "dropout"]
 )
-def test_what_an_engine_does_not_train_it_is_not_asked_for(change: dict[str, Any]) -> None:
+def test_what_an_engine_does_not_train_it_is_not_bounded_layouts(change: dict[str, Any]) -> None:
     settled, _ = resolve_problem(problem("auto", {**SMALL_LLAMA, **change}))
     assert settled.recipe.target == "deepspeed"
     assert other_engine(settled, search(settled).ranked[0]) is None
@@ -127,9 +130,9 @@ def test_figures_that_are_not_a_run_of_ours_have_no_other_engine() -> None:
     assert other_engine(problem("reference", **PINS), chosen) is None
 
 
-@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
+@pytest.mark.parametrize(("target", "share"), [("deepspeed", 0.3), ("megatron", 0.5)])
 def test_the_comparison_finds_the_best_and_prices_fewer(
-    target: str, monkeypatch: pytest.MonkeyPatch
+    target: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, priced = problem(target), 0
 
@@ -138,11 +141,20 @@ def test_the_comparison_finds_the_best_and_prices_fewer(
         priced += 1
         return price(*arguments)
 
+    bounded_layouts, least_seconds = 0, StepTimeBound.least_seconds
+
+    def bounded(bound: StepTimeBound, s: Layout) -> float:
+        nonlocal bounded_layouts
+        bounded_layouts += 1
+        return least_seconds(bound, s)
+
     monkeypatch.setattr("shardwright.search.layout_search.price", counted)
     whole, every = search(asked), priced
     priced = 0
+    monkeypatch.setattr(StepTimeBound, "least_seconds", bounded)
     assert best_layout(asked) == whole.ranked[0]
     assert 0 < priced < every
+    assert 0 < bounded_layouts < share * sum(map(len, legal_layouts(asked, Rejections())))
 
 
 def test_the_comparison_is_by_the_objective() -> None:

@@ -14,7 +14,7 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import resolve_layout, with_partial_checkpointing
-from shardwright.search.layout_search import rank_key, search
+from shardwright.search.layout_search import best_layout, rank_key, search
 from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.search.rule_registry import check_layout
@@ -89,6 +89,7 @@ def test_the_best_layout_is_that_of_an_exhaustive_search(
     problem = random_problem(seed)
     ranked, best = search(problem).ranked, exhaustive_best(problem)
     assert (best is None) == (not ranked)
+    assert best_layout(problem) == next(iter(ranked), None)
     if best is not None:
         limit = goal(problem.recipe, best) * 1.001
         assert goal(problem.recipe, ranked[0]) <= limit, (
