@@ -11,7 +11,12 @@ from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
-from shardwright.search.layout_search import SearchResult, estimate_pinned_layout, search
+from shardwright.search.layout_search import (
+    SearchResult,
+    estimate_pinned_layout,
+    search,
+    search_of_equal,
+)
 from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.utils.json_values import JsonObject
 
@@ -42,7 +47,7 @@ def low_precision_accumulation(problem: Problem) -> LowPrecisionAccumulation | N
     is_open = training.get("gradient_accumulation_dtype", "auto") == "auto"
     if not is_open or problem.recipe.training.gradient_accumulation_dtype is None:
         return None
-    full = search(_accumulating_in(problem, None)).ranked
+    full = search_of_equal(_accumulating_in(problem, None)).ranked
     if not full:
         return LowPrecisionAccumulation(seconds=None, weighed=None)
     return LowPrecisionAccumulation(

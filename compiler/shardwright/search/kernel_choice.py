@@ -12,7 +12,7 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import Kernels
 from shardwright.recipe.recipe_types import with_resolved_kernels
 from shardwright.search.cluster_sizing import ClusterSizing
-from shardwright.search.layout_search import search
+from shardwright.search.layout_search import search, search_of_equal
 from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.utils.json_values import JsonObject
 
@@ -57,7 +57,8 @@ def chosen_kernels(problem: Problem) -> ChosenKernels | None:
     if model.get("kernels") != "auto" or not ranked:
         return None
     taken: Kernels = "compile" if problem.recipe.model.kernels == "compile" else "hf"
-    others = search(_with_kernels(problem, "hf" if taken == "compile" else "compile")).ranked
+    other_kernels = _with_kernels(problem, "hf" if taken == "compile" else "compile")
+    others = search_of_equal(other_kernels).ranked
     other = others[0].time.step_seconds if others else None
     return ChosenKernels(kernels=taken, seconds=ranked[0].time.step_seconds, other_seconds=other)
 

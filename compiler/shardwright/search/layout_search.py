@@ -107,6 +107,11 @@ def search(problem: Problem) -> SearchResult:
     return found
 
 
+def search_of_equal(problem: Problem) -> SearchResult:
+    """Return the search of an equal problem that a command has made already, or make one."""
+    return search(next((known for known, _ in _MEMOIZED if known == problem), problem))
+
+
 @dataclass(slots=True)
 class _Best:
     """Tracks the best layout priced so far. weighed: its step seconds with the penalties for
