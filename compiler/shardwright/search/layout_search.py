@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
@@ -328,14 +329,14 @@ def _bounded(problem: Problem, bound: StepTimeBound, group: tuple[Legal, ...]) -
     """Bound each layout of a group; infinite from the first one on that certainly does not fit."""
     stands = _covers_partial_checkpointing(problem, group[0][0])
     least = bound.least_seconds_without_recompute if stands else bound.least_seconds
-    room = len(group) if bound.may_fit(group[0][0]) else 0
-    found: _Group = []
-    for place, (strategy, warnings) in enumerate(group):
-        room = room if place == 0 or place >= room or bound.layers_may_fit(strategy) else place
-        found.append(
-            _Bounded(least(strategy) if place < room else math.inf, math.inf, strategy, warnings)
-        )
-    return found
+    room = 0
+    if bound.may_fit(group[0][0]):
+        larger = [strategy for strategy, _ in group[1:]]
+        room = 1 + bisect.bisect_left(larger, True, key=lambda s: not bound.layers_may_fit(s))
+    return [
+        _Bounded(least(strategy) if place < room else math.inf, math.inf, strategy, warnings)
+        for place, (strategy, warnings) in enumerate(group)
+    ]
 
 
 def _least_first(
