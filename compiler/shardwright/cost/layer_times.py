@@ -667,24 +667,22 @@ def pass_times(priced: PricedLayout) -> PassTimes:
 def _of_layers(priced: PricedLayout) -> PassTimes:
     s, c, gpu = priced.strategy, priced.constants, priced.cluster.gpu
     seconds = layer_seconds(priced.recipe, priced.graph, gpu, s, c)
+    forward, recompute = _each(seconds.forward), _each(seconds.recompute)
     partly = np.zeros(len(priced.graph.layers))
     if priced.checkpointed_activations is not None:
-        partly[1:-1] = _each(seconds.recompute)[
-            1:-1
-        ]  # embedding and head are never checkpointed; a chunked loss stays
-    recompute = _each(seconds.recompute) - partly
-    backward = _each(seconds.backward) + recompute
+        # Embedding and head are never checkpointed; a chunked loss stays.
+        partly[1:-1] = recompute[1:-1]
+    backward = _each(seconds.backward) + (recompute - partly)
     if priced.recipe.assume.mfu is None:
         backward = backward + _accumulation_seconds(priced)
     forward_comm, backward_comm, partial_recompute_comm = _tensor_comm_seconds(
-        priced, _each(seconds.forward), backward, partly
+        priced, forward, backward, partly
     )
     is_floor = s.tensor > 1 and priced.traits.tensor_parallel_launch_cost == "floor"
     launches = 2 * LAUNCHED_FORWARD * _collective_launch_seconds(priced) if is_floor else 0.0
     # The host is the bound where a layer takes as long as its launches.
     is_host_bound = bool(
-        len(forward_comm) > 2
-        and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9)
+        len(forward_comm) > 2 and forward_comm[1] + forward[1] <= launches * (1 + 1e-9)
     )
     if s.context > 1 or s.expert > 1:
         exchange = np.array(
@@ -707,7 +705,7 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
                 for kind in priced.shapes.kind_of
             ]
         )
-        idle = floor * FORWARD_SHARE - _each(seconds.forward) - forward_comm
+        idle = floor * FORWARD_SHARE - forward - forward_comm
         forward_comm = forward_comm + has_experts * np.maximum(0.0, idle)
         idle = floor * (1 - FORWARD_SHARE) - backward - backward_comm
         backward_comm = backward_comm + has_experts * np.maximum(0.0, idle)

@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from shardwright.cost.peak_memory import usable_bytes
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
 from shardwright.cost.step_time import (
     bubble_divisor,
-    data_parallel_seconds,
+    data_comm_seconds,
     is_simulated,
     least_interleaved_seconds,
     least_once_a_step_seconds,
@@ -76,10 +77,20 @@ _overhead_key = operator.attrgetter(
 )
 
 
-def _work(found: PassTimes) -> list[float]:
-    """Return prefix sums over the layers: forward and backward seconds of one micro-batch."""
+class _Work(NamedTuple):
+    """Holds seconds of one micro-batch, forward and backward. sums: prefix sums over the layers.
+    compute: of all layers, without collectives."""
+
+    sums: list[float]
+    compute: float
+
+
+def _work(found: PassTimes) -> _Work:
     sums = (found.forward_compute, found.backward_compute, found.forward_comm, found.backward_comm)
-    return [sum(each) for each in zip(*sums, strict=True)]
+    return _Work(
+        [sum(each) for each in zip(*sums, strict=True)],
+        found.forward_compute[-1] + found.backward_compute[-1],
+    )
 
 
 def _without_recompute(s: Layout) -> Layout:
@@ -93,7 +104,7 @@ class StepTimeBound:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._constants = calibrated_constants(problem.recipe)
-        self._work: dict[tuple[Value, ...], list[float]] = {}
+        self._work: dict[tuple[Value, ...], _Work] = {}
         self._overheads: dict[tuple[Value, ...], tuple[float, float]] = {}
         self._once: dict[tuple[Value, ...], float] = {}
         self._without_recompute: dict[tuple[Value, ...], float] = {}
@@ -159,11 +170,13 @@ class StepTimeBound:
         ways. A pipeline's bound includes a mean rank's gradients and update. Partial
         checkpointing may take less."""
         m, p = s.gradient_accumulation_steps, s.pipeline
-        work = self._work_prefix_sums(s)
+        work, compute = self._layer_work(s)
         each, message = self._overhead_and_message_seconds(s)
         if p == 1:
             least = m * (work[-1] + each) + (
-                self._once_a_step_without_pipeline(s) if s.offload == "none" else 0.0
+                self._once_a_step_without_pipeline(s, compute + each)
+                if s.offload == "none"
+                else 0.0
             )
         elif s.is_interleaved:
             least = self._interleaved(s, work, 2 * message + each / s.virtual_stages)
@@ -182,10 +195,10 @@ class StepTimeBound:
         activation_checkpointing, and not in the schedule: by the layers of a mean rank."""
         if self._problem.recipe.cluster.measured is not None:  # a layout may have a run of its own
             return 0.0
-        work = self._work_prefix_sums(_without_recompute(s))[-1]
+        work = self._layer_work(_without_recompute(s)).sums[-1]
         return s.gradient_accumulation_steps * work / s.pipeline * (1 - ROUNDING)
 
-    def _work_prefix_sums(self, s: Layout) -> list[float]:
+    def _layer_work(self, s: Layout) -> _Work:
         key = self._work_of(s)
         work = self._work.get(key)
         if work is None:
@@ -298,12 +311,15 @@ class StepTimeBound:
             * measured_over_predicted(self._problem.recipe, self._problem.graph, s)
         )
 
-    def _once_a_step_without_pipeline(self, s: Layout) -> float:
-        """Return the seconds once a step without a pipeline, which are known exactly."""
+    def _once_a_step_without_pipeline(self, s: Layout, compute: float) -> float:
+        """Return the seconds once a step without a pipeline, which are known exactly. compute:
+        seconds of a micro-batch."""
         graph = self._problem.graph
         layout = with_boundaries(self._priced_without_stages(s), (0, len(graph.layers)))
         copied = with_hpz(layout)
-        data = min(data_parallel_seconds(each) for each in (layout, copied) if each is not None)
+        data = min(
+            data_comm_seconds(each, 0, compute) for each in (layout, copied) if each is not None
+        )
         return data + optimizer_seconds(layout, 0)
 
     def _overhead_and_message_seconds(self, s: Layout) -> tuple[float, float]:
