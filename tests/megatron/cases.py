@@ -18,6 +18,7 @@ def cut(tensor: int = 2, **fields: Any) -> dict[str, Any]:
 
 
 WHOLE = {"expert_tensor": 1}
+HOST = {"offload": "optimizer"}
 VIRTUAL = {"pipeline": 2, "virtual_stages": 2}
 LLAMA: dict[str, Case] = {
     "one": case(zero_stage=0),
@@ -62,6 +63,12 @@ LLAMA: dict[str, Case] = {
     "tied-padding-tp2": case("llama-tied-padding", tensor=2),
     "rope-tp2": case("llama-rope", tensor=2),
     "rope-pp2-cp2": case("llama-rope", pipeline=2, context=2),
+    "offload-one": case(**HOST),
+    "offload-dp2": case(data=2, **HOST),
+    "bf16-offload-dp2": case(data=2, precision="bf16", **HOST),
+    "offload-pp2-tp2-dp2": case(pipeline=2, data=2, **cut(), **HOST),
+    "offload-tied-padding-pp2": case("llama-tied-padding", pipeline=2, **HOST),
+    "offload-vpp2-pp2-cp2": case("llama-deep", **VIRTUAL, context=2, **HOST),
     "all-llama": case("llama-deep", **VIRTUAL, context=2, **cut()),
     "all-rope": case("llama-rope", pipeline=2, data=2, **cut()),
 }
@@ -91,6 +98,7 @@ EXPERTS: dict[str, Case] = {
     "mixtral-ep2-dp4": case("mixtral", data=4, expert=2),
     "mixtral-ep2-pp2": case("mixtral", data=2, expert=2, pipeline=2),
     "mixtral-all": case("mixtral-deep", **VIRTUAL, data=2, expert=2, **cut(), **WHOLE),
+    "mixtral-offload-ep2-dp4": case("mixtral", data=4, expert=2, **HOST),
     "mixtral-ep2-modules": case("mixtral", data=2, expert=2, checkpointing=["layernorm", "moe"]),
     "gpt-oss-dp2": case("gpt_oss", data=2),
     "gpt-oss-cp2": case("gpt_oss", context=2),
@@ -105,6 +113,7 @@ DEEPSEEK: dict[str, Case] = {
     "deepseek-tp2-sequence": case("deepseek_v3", **cut()),
     "deepseek-ep2-pp2": case("deepseek_v3", data=2, expert=2, pipeline=2),
     "deepseek-ep4-etp1": case("deepseek_v3", data=2, expert=4, **cut(), **WHOLE),
+    "deepseek-offload-ep2-cp2": case("deepseek_v3", context=2, expert=2, **HOST),
     "deepseek-modules": case(
         "deepseek_v3",
         pipeline=2,
@@ -140,6 +149,10 @@ SAMPLE: dict[str, Case] = {
             "padding-cp2",
         ),
         *(
+            "offload-one",
+            "offload-dp2",
+            "bf16-offload-dp2",
+            "mixtral-offload-ep2-dp4",
             "modules-pp2",
             "mixtral-ep2-modules",
             "gpt2-pp2-tp2",

@@ -224,6 +224,7 @@ def random_recipe(draw: random.Random) -> dict[str, Any]:
     model = draw.choice(MODELS)
     has_experts = "num_experts_per_tok" in model
     scheduler = {"name": "cosine", "warmup_steps": 10, "min_lr": 0}
+    precision = draw.choice(("bf16", "bf16", "fp32"))
     return {
         "version": 1,
         "name": "random",
@@ -234,7 +235,7 @@ def random_recipe(draw: random.Random) -> dict[str, Any]:
             "sequence_length": 1024,
             "global_batch_size": 512,
             "steps": 100,
-            "precision": draw.choice(("bf16", "bf16", "fp32")),
+            "precision": precision,
             "optimizer": {
                 "name": "adamw",
                 "lr": 3e-4,
@@ -257,5 +258,6 @@ def random_recipe(draw: random.Random) -> dict[str, Any]:
             "activation_checkpointing": draw.choice(("none", "selective", "full", {"full": 2})),
             "sequence_parallel": tensor > 1 and draw.random() < 0.7,
             "virtual_stages": virtual if pipeline > 1 else 1,
+            "offload": draw.choice(("none", "optimizer")) if precision == "bf16" else "none",
         },
     }

@@ -91,17 +91,28 @@ ORDERS = [(name, first) for name in PAIRS for first in ("deepspeed", "megatron")
 SAMPLE = [("dp2-zero2-to-pp2-tp2", "deepspeed"), ("dp2-zero2-to-pp2-tp2", "megatron")]
 
 
-def goes_on(name: str, first: str, folder: Path) -> dict[str, float]:
+HELD: dict[str, Case] = {
+    "on-the-host": case(data=2, accumulation=2, offload="optimizer"),
+    "on-the-gpu": case(data=2, accumulation=2),
+    "unsharded": case(tensor=2, accumulation=4, zero_stage=0),
+    "by-deepspeed": deepspeed(data=2, zero_stage=2, offload="optimizer"),
+}
+"""Who holds masters and moments, of as large a batch."""
+MOVES = [
+    *(("on-the-host", other) for other in HELD if other != "on-the-host"),
+    *((other, "on-the-host") for other in HELD if other != "on-the-host"),
+]
+
+
+def goes_on(first: Case, second: Case, folder: Path) -> dict[str, float]:
     """How far the losses of a run that changes engine and layout in its middle are from those of
     the uninterrupted run, and the weights that both export."""
-    cases = {case.target: case for case in PAIRS[name]}
-    (second,) = cases.keys() - {first}
-    whole = compiled(cases[first], folder / "first", STEPS)
+    whole = compiled(first, folder / "first", STEPS)
     must(shardwright("run", whole))
-    other = compiled(cases[second], folder / "second", STEPS)
+    other = compiled(second, folder / "second", STEPS)
     must(shardwright("run", other, "--resume", whole / "checkpoints" / f"step-{HALF:08d}"))
     wanted, found = ([m["loss"] for m in metrics(run)] for run in (whole, other))
-    exported = [exported_weights(run, folder / name) for name, run in (("a", whole), ("b", other))]
+    exported = [exported_weights(run, folder / at) for at, run in (("a", whole), ("b", other))]
     assert exported[0].keys() == exported[1].keys()
     weights = largest_difference(
         max_abs_diff(exported[0][key], exported[1][key]) for key in exported[0]
@@ -123,9 +134,19 @@ def check_pair(found: dict[str, float]) -> None:
     assert found["weights"] <= WEIGHT_ABSOLUTE, found
 
 
+def ordered(name: str, first: str) -> tuple[Case, Case]:
+    one, other = PAIRS[name]
+    return (one, other) if one.target == first else (other, one)
+
+
 @pytest.mark.parametrize(("name", "first"), SAMPLE)
 def test_a_checkpoint_goes_on_under_the_other_engine(name: str, first: str, tmp_path: Path) -> None:
-    check_pair(goes_on(name, first, tmp_path))
+    check_pair(goes_on(*ordered(name, first), tmp_path))
+
+
+@pytest.mark.parametrize(("first", "second"), MOVES)
+def test_states_move_to_host_memory_and_back(first: str, second: str, tmp_path: Path) -> None:
+    check_pair(goes_on(HELD[first], HELD[second], tmp_path))
 
 
 @pytest.mark.prove
@@ -133,7 +154,7 @@ def test_a_checkpoint_goes_on_under_the_other_engine(name: str, first: str, tmp_
 def test_every_pair_goes_on(
     name: str, first: str, tmp_path: Path, proved: Callable[..., None]
 ) -> None:
-    found = goes_on(name, first, tmp_path)
+    found = goes_on(*ordered(name, first), tmp_path)
     check_pair(found)
     proved("megatron-resume", f"{name}, from {first}", found)
 

@@ -13,6 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -47,6 +48,7 @@ def prepared(case: Case, folder: Path) -> tuple[Case, Plan, Any]:
 
 def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, float]:
     from megatron.core import parallel_state
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from torch import distributed as dist
 
     from shardwright.checkpoint.checkpoint_saver import check_master_weights
@@ -62,7 +64,14 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
 
     model_parallel_cuda_manual_seed(plan.training.seed)
     at = plan.ranks[dist.get_rank()]
-    trainer = build_trainer(plan, folder)
+    with patch.object(
+        HybridDeviceOptimizer,
+        "_init_sub_optimizers",
+        autospec=True,
+        side_effect=HybridDeviceOptimizer._init_sub_optimizers,
+    ) as copied:
+        trainer = build_trainer(plan, folder)
+    assert copied.call_count == (len(trainer.states.parts) if case.offload == "optimizer" else 0)
     summed_in = {str(p.main_grad.dtype) for c in trainer.engine for p in c.parameters()}
     sums = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}
     assert summed_in == {sums[plan.training.gradient_accumulation_dtype]}, summed_in
@@ -76,6 +85,7 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     assert bool(repeats) == isinstance(case.checkpointing, list), repeats
     assert all(count == 2 for count in repeats.values()), repeats
     check_master_weights(trainer.owned_shards())
+    check_host_optimizer(case, trainer)
     held = sum(p.resident_bytes for p in trainer.parameter_shards().values())
     assert held == at.parameter_bytes, (held, at)
     half = case.precision == "bf16"
@@ -84,6 +94,17 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     parallel_state.destroy_model_parallel()
     difference = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**difference, "packed": packed, "weights": weights}
+
+
+def check_host_optimizer(case: Case, trainer: Any) -> None:
+    """Where states are in host memory, Megatron-Core's optimizer of the host updates every shard,
+    and none is left to the one of the GPU."""
+    for part in trainer.states.parts:
+        assert hasattr(part.optimizer, "cpu_optimizers") == (case.offload == "optimizer")
+        if case.offload == "optimizer":
+            assert part.optimizer.gpu_optimizer is None and part.optimizer.cpu_optimizers
+            masters = part.optimizer.param_to_inner_param.items()
+            assert all(own is not copy and copy.dtype == torch.float32 for own, copy in masters)
 
 
 MODULES = {

@@ -73,6 +73,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"sequence_parallel": True},
     {"virtual_stages": 2},
     {"data": 1, "micro_batch_size": 64, "gradient_accumulation_steps": 1},
+    {"zero_stage": 0, "offload": "optimizer"},
 )
 NOISE = NoiseScaleSection(every_steps=50, rows=32)
 TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True)

@@ -18,7 +18,7 @@ from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.layer_shapes import ActivationBytes, SavedActivations
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_bytes
-from shardwright.layout.formats import element_bytes
+from shardwright.layout.formats import MASTER_BYTES, element_bytes
 from shardwright.layout.layout_estimate import Memory, StageMemory
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
@@ -97,7 +97,8 @@ def model_state_bytes(
     optimizer = numel * states / (s.zero_world_size if s.zero_stage >= 1 else 1)
     if s.offload != "none":
         optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
-        gradients = (numel - elsewhere) * element if s.zero_stage == 1 else 0.0
+        if not priced.traits.overlaps_host_update:
+            gradients = (numel - elsewhere) * element if s.zero_stage == 1 else 0.0
     if s.offload == "parameters":
         parameters = 0.0
     return parameters, gradients, optimizer
@@ -212,7 +213,7 @@ class RankMemoryModel:
         backward += _unsharded_weight_bytes(priced, blocks) if self._gathers else 0.0
         if priced.strategy.pipeline == 1:
             backward += bucket
-        step = bucket + _copied_bytes(priced, numel)
+        step = bucket + _copied_bytes(priced, numel) + _returning_bytes(priced, numel)
         parameters, gradients, optimizer = round(states[0]), round(states[1]), round(states[2])
         saved, workspace = (
             round(activations),
@@ -428,3 +429,18 @@ def _copied_bytes(priced: PricedLayout, numel: int) -> float:
         and s.offload == "none"
     )
     return 4 * numel / s.zero_world_size if copied else 0.0
+
+
+def _returning_bytes(priced: PricedLayout, numel: int) -> float:
+    """Return the fp32 copy of the largest tensor that comes back from a host's update.
+
+    torch casts it to the weights' dtype on the GPU (ATen/native/cuda/Copy.cu, copies that do not
+    block).
+    """
+    s = priced.strategy
+    casts = priced.element_bytes < MASTER_BYTES
+    if s.offload == "none" or not casts or not priced.traits.overlaps_host_update:
+        return 0.0
+    tensors = [p.n * p.k for kind in priced.shapes.kinds for p in kind.products]
+    largest = max(priced.shapes.head_width * priced.graph.hidden_size, *tensors)
+    return MASTER_BYTES * min(largest, numel / s.zero_world_size)

@@ -46,7 +46,7 @@ from shardwright.cost.priced_layout import PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_flops, feature_gather_seconds
 from shardwright.cost.vision_encoder_flops import vision_encoder_flops
 from shardwright.layout import interleaved_schedule
-from shardwright.layout.formats import element_bytes
+from shardwright.layout.formats import MASTER_BYTES, element_bytes
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Time
 from shardwright.layout.optimizers import OPTIMIZERS
@@ -238,6 +238,8 @@ def cpu_optimizer_seconds(priced: PricedLayout, numel: float) -> float:
     """
     s, c = priced.strategy, priced.constants
     updated = numel / s.zero_world_size
+    if priced.traits.overlaps_host_update:
+        return _overlapped_host_update_seconds(priced, updated)
     rate = (
         c.host_bytes_per_second
         if s.gradient_accumulation_steps == 1
@@ -249,6 +251,23 @@ def cpu_optimizer_seconds(priced: PricedLayout, numel: float) -> float:
     if _once_a_step(priced):
         copies += 1 + (FETCHES * s.gradient_accumulation_steps if s.offload == "parameters" else 0)
     return update + copies * updated * priced.element_bytes / c.host_link_bytes_per_second
+
+
+def _overlapped_host_update_seconds(priced: PricedLayout, updated: float) -> float:
+    """Return the seconds of a rank's update while other tensors are on the link.
+
+    Megatron-Core's HybridDeviceOptimizer queues the copies of all gradients to pinned memory and
+    runs torch's AdamW on each tensor as its gradient arrives, so their way is hidden
+    (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py). Memory bounds that update as it
+    does DeepSpeed's CPUAdam (torch, ATen/native/cpu/FusedAdamKernel.cpp); the host writes no
+    weights in half precision. Its fp32 masters are not pinned: the thread that updates also copies
+    them for the link, so their way back adds up.
+    """
+    c = priced.constants
+    traffic = OPTIMIZERS[priced.recipe.training.optimizer.name].host_traffic_bytes
+    traffic += 2 * MASTER_BYTES - element_bytes("bf16")
+    update = traffic * updated * priced.cluster.gpus_per_node / c.host_bytes_per_second
+    return update + MASTER_BYTES * updated / c.host_link_bytes_per_second
 
 
 def _once_a_step(priced: PricedLayout) -> bool:

@@ -48,6 +48,8 @@ class EngineTraits:
         whatever the host and the links add
     pipeline_raises_launch_cost: the launch cost grows with the tensor ranks where a pipeline
         crosses nodes
+    overlaps_host_update: an optimizer in host memory takes a step's gradients from the GPU, which
+        accumulates them, and updates one tensor while others are on the link, in fp32 both ways
     fabric: the fabric behind these traits, where the recipe names none
     context_gathers_kv: context ranks gather keys and values, instead of all-to-alls of heads
     chunked_loss, hpz: the engine supports them
@@ -69,6 +71,7 @@ class EngineTraits:
     frees_gradients_after_add: bool = False
     balances_stages_by_matmul_flops: bool = False
     pipeline_raises_launch_cost: bool = False
+    overlaps_host_update: bool = False
     fabric: Fabric | None = None
 
 

@@ -152,7 +152,7 @@ class EngineRuntime(Protocol):
 
 
 def share_host_cores(plan: Plan) -> None:
-    """Give each rank of a host its share of the host's cores, for ranks on CPUs."""
+    """Give each rank of a host its share of the host's cores, for work on CPUs."""
     import torch
 
     ranks = int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node)))

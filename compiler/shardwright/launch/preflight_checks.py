@@ -44,7 +44,11 @@ STALE_LOCK_AGE_SECONDS = 600.0
 
 def compiles_cpu_adam(plan: Plan) -> bool:
     """Return whether DeepSpeed compiles CPUAdam when a run starts (ds_config.json's torch_adam)."""
-    return plan.strategy.offload != "none" and not plan.is_cpu
+    return (
+        plan.strategy.offload != "none"
+        and not plan.is_cpu
+        and not engine_of(plan).traits.overlaps_host_update
+    )
 
 
 def extensions_root() -> Path:

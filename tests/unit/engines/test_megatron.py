@@ -36,6 +36,7 @@ from shardwright.engines.megatron.megatron_weight_mapping import (
     grouped_qkv_rows,
     stacked_rows,
 )
+from shardwright.launch.preflight_checks import compiles_cpu_adam
 from shardwright.layout.axes import AXES
 from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import padded_shard_sizes
@@ -76,7 +77,8 @@ ILLEGAL: dict[str, dict[str, Any]] = {
     "SW3152": {"tensor": 4, "data": 1},
     "SW3153": {"sequence_parallel": True},
     "SW3154": {"schedule": "dualpipev", "pipeline": 2, "data": 2},
-    "SW3155": {"offload": "optimizer"},
+    "SW3155": {"offload": "parameters"},
+    "SW3177": {"offload": "optimizer", "zero_stage": 0},
     "SW3157": {"virtual_stages": 2},
     "SW3156": {"tensor": 2, "data": 2},
     "SW3164": {"context": 3, "data": 1},
@@ -419,6 +421,37 @@ def test_arguments_of_megatrons_own_script(
     assert read.has("--untie-embeddings-and-output-weights") != tied
 
 
+HOST: dict[str, Any] = {
+    "target": "megatron",
+    "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
+    "parallelism": {**PIPED, "data": 1, "offload": "optimizer"},
+}
+HOST_OPTIONS = (
+    *("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--use-distributed-optimizer"),
+    "--overlap-cpu-optimizer-d2h-h2d",
+)
+
+
+def test_the_optimizer_in_host_memory(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one data rank, too, it is the distributed optimizer's; nothing else is compiled for it."""
+    path = write_recipe({**HOST, "training.precision": "bf16"})
+    text, warnings = arguments(path, monkeypatch)
+    assert text is not None and "SW2055" not in warnings
+    read = read_arguments("megatron_args.sh", text, 4)
+    assert lint_arguments(read) == ()
+    assert {given.name for given in read.given} >= set(HOST_OPTIONS)
+    assert "  --optimizer-offload-fraction 1.0\n" in text
+    plan = compile_recipe(load_recipe(path)).plan
+    assert plan.zero == {"stage": 1, "distributed_optimizer": True}
+    assert not compiles_cpu_adam(plan)
+    assert compiles_cpu_adam(dataclasses.replace(plan, target="deepspeed"))
+    kept = {**HOST, "parallelism": {**HOST["parallelism"], "offload": "none"}}
+    without, _ = arguments(write_recipe(kept), monkeypatch)
+    assert without is not None and not any(option in without for option in HOST_OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -446,6 +479,15 @@ def test_what_its_script_has_no_option_for(
     )
     (told,) = (w for w in made.warnings if w.code == "SW2055")
     assert "megatron_args.sh" not in made.files and said in told.message
+
+
+def test_its_script_keeps_no_fp32_weights_on_the_host(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-Core builds that optimizer where autograd records the shards' views."""
+    path = write_recipe({**HOST, "training.precision": "fp32"})
+    text, warnings = arguments(path, monkeypatch)
+    assert text is None and "SW2055" in warnings
 
 
 def test_cpu_ranks_have_no_arguments_file(

@@ -79,6 +79,32 @@ def recompute_settings(plan: Plan) -> dict[str, Any]:
     }
 
 
+def shards_states(plan: Plan) -> bool:
+    """Return whether the distributed optimizer runs.
+
+    States in host memory need it on one data rank, too
+    (megatron/training/arguments.py: --optimizer-cpu-offload takes --use-precision-aware-optimizer,
+    optimizer_config.py: which takes the distributed optimizer).
+    """
+    s = plan.strategy
+    return s.zero_stage > 0 and (s.zero_world_size > 1 or s.offload != "none")
+
+
+def offload_settings(plan: Plan) -> dict[str, Any]:
+    """Return OptimizerConfig's arguments that keep masters and moments in host memory.
+
+    With a fraction of 1.0 no parameter is updated on the GPU. Under the overlap each parameter has
+    an optimizer of its own, which runs while other gradients and weights are on the link.
+    """
+    if plan.strategy.offload == "none":
+        return {}
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 1.0,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }
+
+
 # megatron_args.sh: a plan as arguments of Megatron-LM's own pretrain_gpt.py, for its users.
 #
 # Option names are those of the tag core_v0.19.0, megatron/training/arguments.py
@@ -133,10 +159,7 @@ def arguments_file(
             code="SW2055",
             message=f"no {ARGUMENTS_FILE}: Megatron-LM's pretrain_gpt.py has no option for {error}",
             severity="warning",
-            help=(
-                "`shardwright run` trains the model all the same: train.py reads the value from "
-                "the model's configuration."
-            ),
+            help="`shardwright run` trains the model all the same: it does not use this file.",
         )
         return {}, (diagnostic,)
     lines = [
@@ -304,12 +327,25 @@ def _parallel_options(plan: Plan) -> Iterator[Option]:
         yield "--expert-tensor-parallel-size", str(s.expert_tensor_ranks)
     if s.pipeline > 1:
         yield "--pipeline-model-parallel-layout", pipeline_layout_text(plan)
-    if s.zero_stage > 0 and s.zero_world_size > 1:
+    if shards_states(plan):
         yield ("--use-distributed-optimizer",)
-    for name, value in recompute_settings(plan).items():
+    for name, value in (recompute_settings(plan) | _host_optimizer_options(plan)).items():
         option = f"--{name.replace('_', '-')}"
         values = value if isinstance(value, list) else [str(value)]
         yield (option,) if value is True else (option, *values)
+
+
+def _host_optimizer_options(plan: Plan) -> dict[str, Any]:
+    """Return the script's names and values of `offload_settings`.
+
+    The parser takes them with --use-precision-aware-optimizer alone.
+    """
+    settings = offload_settings(plan)
+    if settings and plan.training.precision == "fp32":
+        raise MissingOption(
+            "offload optimizer in fp32, whose weights HybridDeviceOptimizer refuses there"
+        )
+    return settings | ({"use_precision_aware_optimizer": True} if settings else {})
 
 
 def pipeline_layout_text(plan: Plan) -> str:
@@ -331,11 +367,7 @@ def zero_settings(plan: Plan) -> JsonObject:
 
     distributed_optimizer: Megatron's name for sharded optimizer states
     """
-    stage = plan.strategy.zero_stage
-    return {
-        "stage": stage,
-        "distributed_optimizer": stage > 0 and plan.strategy.zero_world_size > 1,
-    }
+    return {"stage": plan.strategy.zero_stage, "distributed_optimizer": shards_states(plan)}
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:

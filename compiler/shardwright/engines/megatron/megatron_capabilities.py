@@ -211,16 +211,39 @@ def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
     )
 
 
-def offload(x: Candidate) -> Diagnostic | None:
-    """Refuse offload: SW3155."""
-    if x.strategy.offload == "none":
+def offloaded_parameters(x: Candidate) -> Diagnostic | None:
+    """Refuse parameters in host memory: SW3155. Megatron-Core's HybridDeviceOptimizer keeps masters
+    and moments there."""
+    if x.strategy.offload != "parameters":
         return None
     return found(
         "SW3155",
         "parallelism.offload",
-        f"offload {x.strategy.offload} does not run under target: megatron",
-        "Use offload: none, or `target: deepspeed`.",
-        ("none",),
+        "offload parameters does not run under target: megatron: Megatron-Core keeps the "
+        "optimizer's states in host memory, the weights on the GPU",
+        "Use offload: optimizer, or `target: deepspeed`.",
+        ("none", "optimizer"),
+    )
+
+
+def offload_without_distributed_optimizer(x: Candidate) -> Diagnostic | None:
+    """Require ZeRO-1 for an optimizer in host memory: SW3177.
+
+    HybridDeviceOptimizer runs behind --use-precision-aware-optimizer, which takes the distributed
+    optimizer (megatron/core/optimizer/optimizer_config.py:380). Without it the first update ends
+    with a KeyError: Float16OptimizerWithFloat16Params puts masters on the GPU in the place of the
+    parameters that it knows (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py:339).
+    """
+    s = x.strategy
+    if s.offload == "none" or s.zero_stage > 0:
+        return None
+    return found(
+        "SW3177",
+        "parallelism.zero_stage",
+        f"offload {s.offload} with zero_stage 0 does not run under target: megatron: its optimizer "
+        "in host memory needs the distributed optimizer",
+        "Use zero_stage: 1, also with data: 1, or offload: none.",
+        (1,),
     )
 
 
@@ -387,7 +410,7 @@ RULES: dict[str, Rule] = {
     "SW3152": rule(key_value_copies, "tensor"),
     "SW3153": rule(sequence_without_tensor, "sequence_parallel", "tensor", "context"),
     "SW3154": rule(schedule_not_1f1b, "schedule"),
-    "SW3155": rule(offload, "offload"),
+    "SW3155": rule(offloaded_parameters, "offload"),
     "SW3156": rule(experts_without_sequence, "sequence_parallel", "tensor"),
     "SW3157": rule(
         virtual_stages,
@@ -402,6 +425,7 @@ RULES: dict[str, Rule] = {
     "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
     "SW3168": rule(not_tested_on_gpus, *TRANSFORMER_ENGINE_AXES),
     "SW3169": rule(transformer_engine_unavailable, *TRANSFORMER_ENGINE_AXES),
+    "SW3177": rule(offload_without_distributed_optimizer, "offload", "zero_stage"),
 }
 HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
 """Lists rules about this project's context and expert modules, which this engine does without."""
@@ -446,6 +470,7 @@ MEGATRON = Engine(
         chunked_loss=False,
         hpz=False,
         context_gathers_kv=True,
+        overlaps_host_update=True,
     ),
     rules=RULES,
     waived_rules=HF_MODULE_RULES,

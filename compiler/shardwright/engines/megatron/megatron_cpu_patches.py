@@ -25,6 +25,20 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
 
 
+# A tensor is pinned in host memory alone: HybridDeviceOptimizer's masters, which are copies of it,
+# are those that its optimizer on the host updates.
+_KEEPS_PINNED = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float)
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "shardwright_pinned", False)
+
+
+def _as_pinned(tensor: Any) -> Any:
+    tensor.shardwright_pinned = True
+    return tensor
+
+
 class _CudaToCpuMode(TorchFunctionMode):
     """Replace CUDA devices by the CPU in every call of torch.
 
@@ -41,9 +55,13 @@ class _CudaToCpuMode(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         # A getter is a new object each time that it is looked up: `==`, not `is`.
         if function == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return True
-        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return not _is_pinned(args[0])
+        if function == torch.Tensor.pin_memory:
+            return _as_pinned(args[0])
+        if function == torch.Tensor.cuda:
             return args[0]
+        if function in _KEEPS_PINNED and _is_pinned(args[0]):
+            return _as_pinned(function(*args, **kwargs))
         if function == torch.Tensor.type and len(args) == 1 and not kwargs:
             return function(*args).replace(*_NAMED)
         if _is_cuda(kwargs.get("device")):

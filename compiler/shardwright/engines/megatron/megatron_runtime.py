@@ -25,13 +25,14 @@ def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
 
 
 def open_groups(plan: Plan) -> None:
-    """Open the groups in Megatron's default rank order. On a CPU, share the host's cores."""
+    """Open the groups in Megatron's default rank order. Share the host's cores where they work."""
     import torch
     from torch import distributed as dist
 
     local = int(os.environ["LOCAL_RANK"])
-    if plan.is_cpu:
+    if plan.is_cpu or plan.strategy.offload != "none":
         share_host_cores(plan)
+    if plan.is_cpu:
         dist.init_process_group(plan.device.backend)
     else:
         torch.cuda.set_device(local)

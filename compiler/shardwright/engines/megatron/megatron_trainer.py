@@ -14,7 +14,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -24,7 +24,17 @@ from torch import distributed as dist
 from torch import nn
 
 from shardwright.engines.fp32_masters import fill_fp32_masters
-from shardwright.engines.megatron.megatron_arguments import parallel_settings
+from shardwright.engines.megatron.host_optimizer import (
+    build_optimizer,
+    copy_host_masters,
+    host_master,
+    torch_optimizers,
+)
+from shardwright.engines.megatron.megatron_arguments import (
+    offload_settings,
+    parallel_settings,
+    shards_states,
+)
 from shardwright.engines.megatron.megatron_layers import rank_positions, zigzag_shard
 from shardwright.engines.megatron.megatron_model import (
     ParameterRange,
@@ -73,13 +83,13 @@ class ParameterStates:
         return self.states["fp32"].numel()
 
 
-def _steps_per_group(part: Any) -> bool:
+def _steps_per_group(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether parameter groups count the updates.
 
     Where Transformer Engine or Apex is installed, Megatron uses their FusedAdam
     (megatron/core/optimizer/__init__.py), whose groups count from the first update on.
     """
-    return not isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    return not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 class MegatronOptimizerStates:
@@ -87,6 +97,13 @@ class MegatronOptimizerStates:
 
     def __init__(self, optimizer: Any) -> None:
         self.parts: list[Any] = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self.optimizers = [each for part in self.parts for each in torch_optimizers(part.optimizer)]
+        self._optimizer_of = {
+            master: each
+            for each in self.optimizers
+            for group in each.param_groups
+            for master in group["params"]
+        }
 
     def of(self, parameter: nn.Parameter) -> ParameterStates | None:
         """Return a parameter's states; None where other data ranks update all of it."""
@@ -95,32 +112,27 @@ class MegatronOptimizerStates:
                 if parameter in part.model_param_group_index_map:
                     group, place = part.model_param_group_index_map[parameter]
                     master = part.optimizer.param_groups[group]["params"][place]
-                    return self._master(
-                        part,
-                        master,
-                        part._get_model_param_range_map(parameter)["param"].start,
-                        True,
-                    )
+                    start = part._get_model_param_range_map(parameter)["param"].start
+                    return self._master(host_master(part.optimizer, master), start, True)
             elif isinstance(part, Float16OptimizerWithFloat16Params):
                 if any(parameter is p for group in part.float16_groups for p in group):
                     half: Any = parameter
-                    return self._master(part, half.main_param, 0, False)
+                    return self._master(half.main_param, 0, False)
             elif any(parameter is p for group in part.param_groups for p in group["params"]):
-                return self._master(part, parameter, 0, False)
+                return self._master(parameter, 0, False)
         return None
 
-    def _master(
-        self, part: Any, master: torch.Tensor, start: int, partitioned: bool
-    ) -> ParameterStates:
-        state = self._state(part, master)
+    def _master(self, master: torch.Tensor, start: int, partitioned: bool) -> ParameterStates:
+        state = self._state(master)
         flats = {"fp32": master.detach(), **{moment: state[moment] for moment in MOMENTS}}
         states = {name: values.view(-1) for name, values in flats.items()}
         return ParameterStates(start=start, states=states, partitioned=partitioned)
 
-    def _state(self, part: Any, master: torch.Tensor) -> dict[str, Any]:
+    def _state(self, master: torch.Tensor) -> dict[str, Any]:
         """Return AdamW's state, created here where the first update has not made it yet."""
-        state: dict[str, Any] = part.optimizer.state[master]
-        if not state and not _steps_per_group(part):
+        optimizer = self._optimizer_of[master]
+        state: dict[str, Any] = optimizer.state[master]
+        if not state and not _steps_per_group(optimizer):
             state["step"] = torch.tensor(0.0)
         for moment in MOMENTS:
             if moment not in state:
@@ -134,35 +146,37 @@ class MegatronOptimizerStates:
     def updates(self) -> int:
         """Return the number of updates so far."""
         counts = [0]
-        for part in self.parts:
-            if _steps_per_group(part):
-                counts += [int(group.get("step", 0)) for group in part.optimizer.param_groups]
+        for optimizer in self.optimizers:
+            if _steps_per_group(optimizer):
+                counts += [int(group.get("step", 0)) for group in optimizer.param_groups]
             else:
-                counts += [int(self._state(part, p)["step"]) for p in self._masters(part)]
+                counts += [int(self._state(p)["step"]) for p in _masters(optimizer)]
         return max(counts)
 
     @updates.setter
     def updates(self, count: int) -> None:
-        for part in self.parts:
-            for group in part.optimizer.param_groups:
-                if _steps_per_group(part):
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if _steps_per_group(optimizer):
                     group["step"] = count
-            for master in self._masters(part):
-                state = self._state(part, master)
+            for master in _masters(optimizer):
+                state = self._state(master)
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"].fill_(count)
-
-    def _masters(self, part: Any) -> list[torch.Tensor]:
-        return [p for group in part.optimizer.param_groups for p in group["params"]]
 
     def copy_masters_to_model(self, chunks: list[Any]) -> None:
         """Copy the restored masters to the weights that the model computes with. Collective."""
         for part in self.parts:
+            copy_host_masters(part.optimizer)
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
         if any(isinstance(part, DistributedOptimizer) for part in self.parts):
             for chunk in chunks:
                 chunk.start_param_sync(force_sync=True)
+
+
+def _masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 _NO_WEIGHT_DECAY = "shardwright_undecayed"
@@ -235,7 +249,7 @@ class MegatronTrainer:
         ]
         settings.finalize_model_grads_func = _finalize
         optimizer, training = plan.optimizer, plan.training
-        self.optimizer = get_megatron_optimizer(
+        self.optimizer = build_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=optimizer.lr,
@@ -247,11 +261,11 @@ class MegatronTrainer:
                 clip_grad=training.gradient_clipping or float("inf"),
                 bf16=settings.bf16,
                 params_dtype=settings.params_dtype,
-                use_distributed_optimizer=self._shares_states,
+                use_distributed_optimizer=shards_states(plan),
+                **offload_settings(plan),
             ),
             self.engine,
             config_overrides={ParamKey(attr=_NO_WEIGHT_DECAY): {"wd_mult": 0.0}},
-            use_gloo_process_groups=False,
         )
         self.states = MegatronOptimizerStates(self.optimizer)
         self.forward_backward = get_forward_backward_func()
@@ -260,10 +274,6 @@ class MegatronTrainer:
         self.loss_fn = CausalLoss(tensor_group, sum(sizes[: self.mine.tensor]))
         self.loss_fn.shifted = plan.strategy.context > 1
 
-    @property
-    def _shares_states(self) -> bool:
-        return self.plan.strategy.zero_stage > 0 and self.plan.strategy.zero_world_size > 1
-
     def _wrap_in_ddp(self, chunk: Any, place: int) -> Any:
         """Wrap a model chunk for data parallelism.
 
@@ -271,7 +281,7 @@ class MegatronTrainer:
         """
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.plan.training.gradient_accumulation_dtype == "fp32",
-            use_distributed_optimizer=self._shares_states,
+            use_distributed_optimizer=shards_states(self.plan),
         )
         whole = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
         return DistributedDataParallel(self.settings, config, whole, disable_bucketing=place > 0)
