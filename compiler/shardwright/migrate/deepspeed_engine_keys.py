@@ -21,6 +21,7 @@ from shardwright.migrate.recipe_draft import (
     ImportSources,
     Setting,
     as_integer,
+    as_number,
     as_switch,
     as_text,
 )
@@ -102,11 +103,15 @@ REASONS: dict[str, str] = {
 }
 
 
+_HOST_MEMORY_NOTE = "host_memory_gib: of a node; say how much there is, for what is offloaded"
+
+
 def zero(s: ImportSources) -> None:
     if s.is_deepspeed:
         s.draft.take(s.options["distributed_type"].written, ZERO_STAGE)
     if s.draft.values.get("target") == "megatron":
         _distributed_optimizer(s)
+        _host_optimizer(s)
         return
     old = s.get(ZERO)
     if isinstance(old, bool):
@@ -159,6 +164,31 @@ def _distributed_optimizer(s: ImportSources) -> None:
         s.draft.ask(ZERO_STAGE, f"1 with a distributed optimizer, else 0; {s.hidden}")
     elif not s.ask_unread(ZERO_STAGE, *names):
         s.draft.put(ZERO_STAGE, 0, "no distributed optimizer")
+
+
+def _host_optimizer(s: ImportSources) -> None:
+    """Convert Megatron-Core's optimizer in host memory: a recipe keeps all of it there, or none.
+
+    A fraction that is left out is 1.0 (megatron/training/arguments.py).
+    """
+    switch, fraction = "optimizer_cpu_offload", "optimizer_offload_fraction"
+    held = s.word(as_switch, switch)
+    if held is None:
+        s.ask_unread(OFFLOAD, switch)
+        return
+    s.draft.take(held[0], OFFLOAD)
+    part = s.word(as_number, fraction) or (held[0], 1.0)
+    if not held[1]:
+        s.draft.put(OFFLOAD, "none", held[0])
+    elif s.settings.get(fraction) is not None and part[0] == held[0]:
+        s.ask_unread(OFFLOAD, fraction)
+    elif part[1] in (0, 1):
+        s.draft.put(OFFLOAD, "optimizer" if part[1] else "none", part[0])
+        s.draft.note("cluster", _HOST_MEMORY_NOTE)
+    else:
+        why = "a recipe keeps all of the optimizer's states in host memory, or none"
+        s.draft.ask(OFFLOAD, f"optimizer or none; {part[0]} is {part[1]:g}, and {why}")
+        s.draft.leave("parallelism", part[0], part[1], why)
 
 
 # FSDP's sharding strategies, by name and number -> the ZeRO stage that shards the same.
@@ -302,9 +332,7 @@ def _offload(s: ImportSources, stage: int | None) -> None:
         s.draft.note("parallelism", f"{ZERO}.offload_param does nothing below stage 3")
     s.draft.put(OFFLOAD, offloaded)
     if offloaded != "none":
-        s.draft.note(
-            "cluster", "host_memory_gib: of a node; say how much there is, for what is offloaded"
-        )
+        s.draft.note("cluster", _HOST_MEMORY_NOTE)
 
 
 def precision(s: ImportSources) -> None:

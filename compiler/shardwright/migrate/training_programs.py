@@ -190,8 +190,11 @@ _MEGATRON_REASONS: dict[str, str] = {
     ),
     **_because(
         "compile writes it by the layout",
-        "use_distributed_optimizer overlap_grad_reduce overlap_param_gather",
+        "use_distributed_optimizer overlap_grad_reduce overlap_param_gather "
+        "use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d",
     ),
+    "optimizer_offload_fraction": "it does nothing without --optimizer-cpu-offload",
+    "use_torch_optimizer_for_cpu_offload": "Megatron-Core takes torch's AdamW there without it",
     **_because("see `validation` in the recipe", "eval_interval eval_iters"),
     **_because("run/metrics.jsonl has every step", "log_interval log_throughput timing_log_level"),
     **_because("a run lies in the folder that compile writes", "save load"),
