@@ -206,6 +206,7 @@ MISTAKES = {
     "--tensor-model-parallel-size 2 --tp-comm-overlap": "SW4945",
     "--hidden-size 240 --num-attention-heads 12 --tensor-model-parallel-size 8": "SW4946",
     "--num-experts 4 --moe-router-topk 8": "SW4947",
+    "--use-distributed-optimizer --optimizer-cpu-offload": "SW4948",
 }
 
 

@@ -31,7 +31,7 @@ REFUSED = {
     "SW4947": "selected index k out of range",
 }
 """Code of a layout that the parser lets through -> what Megatron-Core says of it."""
-PARSER = {"SW4901", "SW4902", "SW4911", "SW4913"} | {f"SW49{n}" for n in range(31, 46)}
+PARSER = {"SW4901", "SW4902", "SW4911", "SW4913", "SW4948"} | {f"SW49{n}" for n in range(31, 46)}
 """Codes that the parser itself stands for. SW4912 stops the calculator of micro-batches, which
 comes behind it."""
 SMALLEST: dict[str, str] = {

@@ -400,6 +400,7 @@ MEGATRON_ARGS_CODES: dict[str, str] = {
     "SW4945": "overlapped tensor communication without sequence parallelism",
     "SW4946": "attention heads that do not divide over tensor ranks",
     "SW4947": "more experts for a token than there are",
+    "SW4948": "an optimizer in host memory without the precision-aware optimizer",
 }
 
 # SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it,

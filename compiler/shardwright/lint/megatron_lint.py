@@ -29,6 +29,7 @@ VIRTUAL, PER_VIRTUAL = (
 )
 LAYOUT, LAYERS, EXPERTS = "--pipeline-model-parallel-layout", "--num-layers", "--num-experts"
 GLOBAL, MICRO = "--global-batch-size", "--micro-batch-size"
+PRECISION_AWARE = "--use-precision-aware-optimizer"
 _UNEVEN = (
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
@@ -278,6 +279,14 @@ def gather_without_reduction(a: Arguments) -> Iterator[Diagnostic]:
         yield found("SW4938", given.place, message, "Add --overlap-grad-reduce.")
 
 
+def host_optimizer_alone(a: Arguments) -> Iterator[Diagnostic]:
+    """Check arguments.py:1804."""
+    given = a.certain("--optimizer-cpu-offload")
+    if given and a.lacks(PRECISION_AWARE):
+        message = f"{given.name} without {PRECISION_AWARE}"
+        yield found("SW4948", given.place, message, f"Add {PRECISION_AWARE}.")
+
+
 def experts_over_expert_ranks(a: Arguments) -> Iterator[Diagnostic]:
     """Check arguments.py:1602."""
     experts, ranks = a.integer(EXPERTS), a.integer(EXPERT)
@@ -386,6 +395,7 @@ RULES: dict[str, Check] = {
     "SW4945": overlap_without_sequence,
     "SW4946": heads_over_tensor_ranks,
     "SW4947": experts_of_a_token,
+    "SW4948": host_optimizer_alone,
 }
 
 
