@@ -120,7 +120,10 @@ PIECES: dict[str, Piece] = {
         areas=("megatron-parity",),
     ),
     "megatron-resume": Piece(
-        tests=("tests/megatron/test_launch.py::test_every_pair_goes_on",),
+        tests=(
+            "tests/megatron/test_launch.py::test_every_pair_goes_on",
+            "tests/megatron/test_launch.py::test_states_move_everywhere",
+        ),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron"),
         areas=("megatron-resume",),
     ),
