@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from typing import Literal, cast
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout import axes
@@ -227,9 +227,13 @@ def _letters(axis: Axis, value: Value) -> str:
     return axis.letters.format(LETTERS.get(str(value), value))
 
 
-@functools.cache
 def axes_in_print_order(layout: type[Layout] = Layout) -> tuple[Axis, ...]:
     """Return the table's rows in the order of the fields of Layout."""
+    return _axes_of(cast("Hashable", layout))
+
+
+@functools.cache
+def _axes_of(layout: type[Layout]) -> tuple[Axis, ...]:
     rows = {axis.name: axis for axis in axes.AXES}
     return tuple(rows[field.name] for field in fields(layout))
 
