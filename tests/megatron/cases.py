@@ -17,6 +17,11 @@ def cut(tensor: int = 2, **fields: Any) -> dict[str, Any]:
     return {"tensor": tensor, "sequence_parallel": True, **fields}
 
 
+def overlapped(model: str, **fields: Any) -> Case:
+    """Two expert ranks, whose exchange overlaps with another micro-batch's computation."""
+    return case(model, expert=2, expert_overlap=True, precision="bf16", **fields)
+
+
 WHOLE = {"expert_tensor": 1}
 HOST = {"offload": "optimizer"}
 VIRTUAL = {"pipeline": 2, "virtual_stages": 2}
@@ -121,11 +126,36 @@ DEEPSEEK: dict[str, Case] = {
     ),
     "deepseek-all": case("deepseek_v3", pipeline=2, context=2, expert=2, **cut()),
 }
+OVERLAPPED: dict[str, Case] = {
+    "overlap-ep2": overlapped("mixtral", data=2, accumulation=3),
+    "overlap-ep2-one": overlapped("mixtral", data=2, accumulation=1),
+    "overlap-ep2-zero0": overlapped("mixtral", data=2, zero_stage=0, accumulation=2),
+    "overlap-ep2-cp2": overlapped("mixtral", context=2, accumulation=3),
+    "overlap-ep2-dp4": overlapped("mixtral", data=4, accumulation=3),
+    "overlap-ep2-tp2": overlapped("mixtral", data=2, accumulation=3, **cut()),
+    "overlap-ep2-tp2-etp1": overlapped("mixtral", accumulation=3, **cut(), **WHOLE),
+    "overlap-ep2-vpp2-pp2": overlapped("mixtral-deep", **VIRTUAL, data=2, accumulation=4),
+    "overlap-ep2-vpp2-pp2-two": overlapped("mixtral-deep", **VIRTUAL, data=2, accumulation=2),
+    "overlap-ep2-vpp4-pp2": overlapped(
+        "mixtral-deep", pipeline=2, virtual_stages=4, data=2, accumulation=6
+    ),
+    "overlap-dense-first": overlapped("dense-first", data=2, accumulation=3),
+    "overlap-deepseek": overlapped("deepseek_v3", data=2, accumulation=3),
+    "overlap-deepseek-vpp2-pp2": overlapped("deepseek_v3", **VIRTUAL, data=2, accumulation=6),
+    "overlap-deepseek-modules": overlapped(
+        "deepseek_v3",
+        data=2,
+        accumulation=3,
+        checkpointing=["layernorm", "mla_up_proj", "mlp", "shared_experts"],
+    ),
+    "overlap-all": overlapped("mixtral-deep", **VIRTUAL, accumulation=4, data=2, **cut(), **WHOLE),
+}
 GROUPS: dict[str, dict[str, Case]] = {
     "llama": LLAMA,
     "others": OTHERS,
     "experts": EXPERTS,
     "deepseek": DEEPSEEK,
+    "overlap": OVERLAPPED,
 }
 CASES: dict[str, Case] = {name: found for group in GROUPS.values() for name, found in group.items()}
 SAMPLE: dict[str, Case] = {
@@ -162,6 +192,7 @@ SAMPLE: dict[str, Case] = {
             "deepseek-ep2-pp2",
             "deepseek-all",
         ),
+        *("overlap-ep2", "overlap-ep2-vpp2-pp2", "overlap-deepseek"),
     )
 }
 """What is run without `make prove`, in one launch."""

@@ -4,6 +4,7 @@ Megatron-Core."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import shlex
@@ -192,6 +193,38 @@ def test_the_parser_takes_random_plans(
     )
 
 
+@pytest.mark.prove
+def test_the_parser_takes_each_exchange_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Callable[..., None]
+) -> None:
+    """Its own checks and TransformerConfig's, which it builds from the options."""
+    monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
+    document = random_recipe(random.Random(1))
+    document["model"]["config"] = MODELS[4]
+    document["cluster"]["nodes"], document["training"]["precision"] = 2, "bf16"
+    piped = {"pipeline": 2, "virtual_stages": 2, "data": 8}
+    layout: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "data": 16, "expert": 2}
+    layout |= {
+        "zero_stage": 1,
+        "expert_tensor": "tensor",
+        "virtual_stages": 1,
+        "micro_batch_size": 1,
+    }
+    layout |= {"sequence_parallel": False, "activation_checkpointing": "none"}
+    choices = itertools.product(("alltoall", "deepep"), (False, True), ({}, piped))
+    questions, texts = [], []
+    for dispatcher, overlap, ranks in choices:
+        chosen = {"expert_dispatcher": dispatcher, "expert_overlap": overlap, **ranks}
+        document["parallelism"] = {**layout, **chosen}
+        questions.append(asked_of(document, tmp_path)[0])
+        texts.append(" ".join(questions[-1]["args"]))
+    assert sum("--moe-flex-dispatcher-backend deepep" in text for text in texts) == 4
+    assert sum("--overlap-moe-expert-parallel-comm" in text for text in texts) == 4
+    answers = asked(questions)
+    assert answers == [{}] * 8, answers
+    proved("megatron-args", "exchange", {"accepted": len(answers)})
+
+
 def random_plans(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
@@ -201,17 +234,23 @@ def random_plans(
     found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     while len(found) < PLANS:
         document = random_recipe(draw)
-        (folder / "recipe.yaml").write_text(json.dumps(document))
         try:
-            made = compile_recipe(load_recipe(folder / "recipe.yaml"))
+            question, plan = asked_of(document, folder)
         except Refusal:
             continue
-        text = made.files["megatron_args.sh"].decode()
-        body = text.partition("MEGATRON_ARGS=(\n")[2].rpartition(")")[0]
-        words = [word for line in body.splitlines() for word in shlex.split(line, comments=True)]
-        question = {"world": made.plan.strategy.world_size, "args": words}
-        found.append((question, document["model"]["config"], json.loads(made.files["plan.json"])))
+        found.append((question, document["model"]["config"], plan))
     return found
+
+
+def asked_of(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what the parser is asked of a recipe's plan, plan.json)"""
+    (folder / "recipe.yaml").write_text(json.dumps(document))
+    made = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    text = made.files["megatron_args.sh"].decode()
+    body = text.partition("MEGATRON_ARGS=(\n")[2].rpartition(")")[0]
+    words = [word for line in body.splitlines() for word in shlex.split(line, comments=True)]
+    question = {"world": made.plan.strategy.world_size, "args": words}
+    return question, json.loads(made.files["plan.json"])
 
 
 def random_recipe(draw: random.Random) -> dict[str, Any]:

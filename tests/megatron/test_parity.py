@@ -73,7 +73,7 @@ def check(case: Case, found: dict[str, float]) -> None:
     assert found["loss"] <= (BF16_RELATIVE if half else LOSS_ABSOLUTE), found
     assert found["norm"] <= (BF16_RELATIVE if half else NORM_RELATIVE), found
     assert found["packed"] <= LOSS_ABSOLUTE, found
-    assert half or found["weights"] <= WEIGHT_ABSOLUTE, found
+    assert found["weights"] <= WEIGHT_ABSOLUTE, found
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -63,6 +63,7 @@ LATENT = {
     "v_head_dim": 16,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MIXTURE = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 DROPOUTS = dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0)
 MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
@@ -176,16 +177,32 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 
 def test_what_it_finds(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
-    layout = {"tensor": 2, "pipeline": 2, "data": 128, "zero_stage": 1, "micro_batch_size": 1}
-    changes = {"target": "megatron", "parallelism": {**layout, "sequence_parallel": True}}
-    cluster = {"cluster": {"nodes": 64, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}}
+    layout: dict[str, Any] = {
+        "tensor": 2,
+        "pipeline": 2,
+        "data": 128,
+        "zero_stage": 1,
+        "micro_batch_size": 1,
+    }
+    changes: dict[str, Any] = {
+        "target": "megatron",
+        "parallelism": {**layout, "sequence_parallel": True},
+    }
+    cluster: dict[str, Any] = {"cluster": {"nodes": 64, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}}
     recipe = load_recipe(write_recipe({**changes, **cluster, "training.global_batch_size": 512}))
     plan = json.loads(plan_to_json(compile_recipe(recipe).plan))
+    deepep = {**layout, "tensor": 1, "pipeline": 1, "data": 8, "expert": 4, "zero_stage": 1}
+    deepep |= {"expert_dispatcher": "deepep", "expert_overlap": True}
+    one_node = {**cluster["cluster"], "nodes": 1}
+    changes = {"target": "megatron", "parallelism": deepep, "cluster": one_node}
+    changes |= {"model.config": MIXTURE, "training.precision": "bf16"}
+    recipe = load_recipe(write_recipe({**changes, "training.global_batch_size": 64}))
+    flex = json.loads(plan_to_json(compile_recipe(recipe).plan))
     wrong = json.loads(json.dumps(plan))
     for rank in wrong["ranks"]:
         rank["parameter_bytes"] += 4
     questions = [[planted, config, None] for planted, config, _ in NUMBERS.values()]
-    asked = [*questions, ["", LLAMA, plan], ["", LLAMA, wrong]]
+    asked = [*questions, ["", MIXTURE, flex], ["", LLAMA, plan], ["", LLAMA, wrong]]
     script = Path(__file__).with_name("proof_worker.py")
     done = subprocess.run(
         [sys.executable, script],
@@ -199,4 +216,6 @@ def test_what_it_finds(write_recipe: Callable[..., Path], monkeypatch: pytest.Mo
     for (name, (_, _, wanted)), found in zip(NUMBERS.items(), answers, strict=False):
         assert found.keys() == wanted.keys(), (name, found)
         assert all(text in found[key] for key, text in wanted.items()), (name, found)
+    # Without DeepEP here, its dispatcher is built for each layer and exchanges nothing.
+    assert answers[-3] == {"flex": MIXTURE["num_hidden_layers"]}
     assert answers[-2] == {} and "bytes of parameters" in answers[-1]["layout"]

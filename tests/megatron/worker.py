@@ -7,12 +7,15 @@ fields.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -52,11 +55,8 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     from torch import distributed as dist
 
     from shardwright.checkpoint.checkpoint_saver import check_master_weights
-    from shardwright.data.dataset import open_dataset
     from shardwright.engines.megatron.megatron_runtime import group_settings
     from shardwright.engines.megatron.megatron_trainer import build_trainer
-    from shardwright.parallel.learning_rate import learning_rate
-    from shardwright.parallel.micro_batches import TrainingBatches
     from tests.figures import training_apart
 
     parallel_state.initialize_model_parallel(**group_settings(plan))
@@ -75,12 +75,11 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     summed_in = {str(p.main_grad.dtype) for c in trainer.engine for p in c.parameters()}
     sums = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}
     assert summed_in == {sums[plan.training.gradient_accumulation_dtype]}, summed_in
-    batches = TrainingBatches(plan, open_dataset(plan, folder))
     forwards = counted_forwards(case, trainer)
-    results = []
-    for step in range(1, STEPS + 1):
-        rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
-        results.append(trainer.step(batches.micro_batches(step, at.data), rate))
+    with counted_schedule_plans() as schedule_plans:
+        results = train(plan, trainer, folder)
+    chunks = STEPS * case.accumulation * len(trainer.engine)
+    assert len(schedule_plans) == (chunks if case.expert_overlap else 0), len(schedule_plans)
     repeats = {name: count / (STEPS * case.accumulation) for name, count in forwards.items()}
     assert bool(repeats) == isinstance(case.checkpointing, list), repeats
     assert all(count == 2 for count in repeats.values()), repeats
@@ -91,6 +90,8 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     half = case.precision == "bf16"
     packed = 0.0 if half else packed_apart(case, trainer, wanted, at.data)
     weights = 0.0 if half else masters_apart(plan, trainer, wanted)
+    if case.expert_overlap:
+        packed, weights = overlap_apart(case, plan, trainer, folder)
     parallel_state.destroy_model_parallel()
     difference = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**difference, "packed": packed, "weights": weights}
@@ -105,6 +106,65 @@ def check_host_optimizer(case: Case, trainer: Any) -> None:
             assert part.optimizer.gpu_optimizer is None and part.optimizer.cpu_optimizers
             masters = part.optimizer.param_to_inner_param.items()
             assert all(own is not copy and copy.dtype == torch.float32 for own, copy in masters)
+
+
+@contextlib.contextmanager
+def counted_schedule_plans() -> Iterator[list[object]]:
+    """Counts the forward passes that run as Megatron's combined 1F1B."""
+    from megatron.core.models.gpt import GPTModel
+
+    model, found = cast(Any, GPTModel), list[object]()
+    build = model.build_schedule_plan
+
+    def counted(*arguments: Any, **more: Any) -> object:
+        found.append(build(*arguments, **more))
+        return found[-1]
+
+    model.build_schedule_plan = counted
+    try:
+        yield found
+    finally:
+        model.build_schedule_plan = build
+
+
+def train(plan: Plan, trainer: Any, folder: Path) -> list[Any]:
+    from torch import distributed as dist
+
+    from shardwright.data.dataset import open_dataset
+    from shardwright.parallel.learning_rate import learning_rate
+    from shardwright.parallel.micro_batches import TrainingBatches
+
+    batches = TrainingBatches(plan, open_dataset(plan, folder))
+    data_rank = plan.ranks[dist.get_rank()].data
+    return [
+        trainer.step(
+            batches.micro_batches(step, data_rank),
+            learning_rate(plan.optimizer, plan.scheduler, STEPS, step),
+        )
+        for step in range(1, STEPS + 1)
+    ]
+
+
+def overlap_apart(case: Case, plan: Plan, trainer: Any, folder: Path) -> tuple[float, float]:
+    """Of the loss over packed rows, evaluated, and of the weights, from those of the same layout
+    trained without overlap."""
+    from torch import distributed as dist
+
+    from shardwright.engines.megatron.megatron_trainer import build_trainer
+    from shardwright.utils.numeric_difference import difference, largest_difference, max_abs_diff
+
+    plain = dataclasses.replace(
+        plan, strategy=dataclasses.replace(plan.strategy, expert_overlap=False)
+    )
+    other = build_trainer(plain, folder)
+    train(plain, other, folder)
+    rows: Any = packed_batches(case, plan.ranks[dist.get_rank()].data)
+    losses = [each.evaluate(rows)[0] for each in (trainer, other)]
+    owned = [[f for f in each.owned_shards() if "fp32" in f.states] for each in (trainer, other)]
+    assert [f.name for f in owned[0]] == [f.name for f in owned[1]]
+    return difference(*losses), largest_difference(
+        max_abs_diff(f.states["fp32"], g.states["fp32"]) for f, g in zip(*owned, strict=True)
+    )
 
 
 MODULES = {

@@ -66,6 +66,7 @@ class Case:
     expert_tensor: int | str = "tensor"
     sequence_parallel: bool = False
     virtual_stages: int = 1
+    expert_overlap: bool = False
     target: str = "deepspeed"
     balance: float = 0.0
     freeze: tuple[str, ...] = ()
@@ -126,6 +127,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "offload": case.offload,
             "sequence_parallel": case.sequence_parallel,
             "virtual_stages": case.virtual_stages,
+            "expert_overlap": case.expert_overlap,
         },
         "launch": {"launcher": case.launcher},
         "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA, "dropout": case.lora_dropout}

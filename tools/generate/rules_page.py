@@ -72,6 +72,10 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"context": 3, "data": 5},
     {"sequence_parallel": True},
     {"virtual_stages": 2},
+    {"expert_overlap": True},
+    {"expert": 2, "expert_dispatcher": "deepep"},
+    {"expert": 3, "expert_dispatcher": "deepep"},
+    {"expert": 2, "expert_overlap": True, "pipeline": 4, "data": 4},
     {"data": 1, "micro_batch_size": 64, "gradient_accumulation_steps": 1},
     {"zero_stage": 0, "offload": "optimizer"},
 )

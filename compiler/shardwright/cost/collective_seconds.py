@@ -156,6 +156,11 @@ def all_to_all_seconds(
     return calls * start + max(inside, across)
 
 
+def distinct_places(places: float, experts: int) -> float:
+    """Return how many of these places have any of a token's experts, on average."""
+    return places * (1 - math.pow(1 - 1 / places, experts))
+
+
 def deduplicated_all_to_all_seconds(
     cluster: Cluster,
     c: Constants,
@@ -176,17 +181,16 @@ def deduplicated_all_to_all_seconds(
     if n == 1:
         return 0.0
 
-    def distinct(places: int) -> float:
-        reachable = max(1.0, places * reachable_share)
-        return reachable * (1 - math.pow(1 - 1 / reachable, experts))
+    def copies(places: int) -> float:
+        return distinct_places(max(1.0, places * reachable_share), experts)
 
     token_bytes = total_bytes / experts
-    inside = distinct(n) * (here - 1) / here * token_bytes
+    inside = copies(n) * (here - 1) / here * token_bytes
     inside /= cluster.intra_node_bytes_per_second * c.deepep_intra_node_efficiency
     start, across = c.intra_node_hop_seconds, 0.0
     if group.spans_nodes:
         start = c.inter_node_hop_seconds
-        across = distinct(nodes) * (nodes - 1) / nodes * token_bytes
+        across = copies(nodes) * (nodes - 1) / nodes * token_bytes
         across /= cluster.inter_node_bytes_per_second * c.deepep_inter_node_efficiency
     return 2 * start + max(inside, across)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from shardwright.cost.collective_seconds import (
     all_to_all_seconds,
     deduplicated_all_to_all_seconds,
+    distinct_places,
     gather_seconds,
 )
 from shardwright.cost.layer_shapes import LayerShape, recompute_stops_early
@@ -138,7 +139,7 @@ def _reachable_share(priced: PricedLayout) -> float:
 
 def has_deepep(priced: PricedLayout) -> bool:
     """Return whether a token is sent once to each node and rank with any of its experts."""
-    return priced.kernels.uses_deepep or priced.recipe.parallelism.expert_dispatcher == "deepep"
+    return priced.kernels.uses_deepep or priced.strategy.expert_dispatcher == "deepep"
 
 
 def expert_exchange_seconds(priced: PricedLayout) -> list[float]:
@@ -152,7 +153,7 @@ def expert_exchange_seconds(priced: PricedLayout) -> list[float]:
     # (megatron/core/transformer/moe/token_dispatcher.py).
     share = s.tensor if s.sequence_parallel else 1
     group, c = priced.group(s.expert, s.expert_tensor_ranks), priced.constants
-    exposed = 1 - (c.expert_overlap_share if priced.recipe.parallelism.expert_overlap else 0.0)
+    exposed = 1 - c.expert_overlap_share * s.overlapped_share
     gathers = share > 1 and s.expert_tensor_ranks > 1
     reachable = _reachable_share(priced)
 
@@ -179,6 +180,16 @@ def expert_exchange_seconds(priced: PricedLayout) -> list[float]:
 def routed_token_bytes(priced: PricedLayout, kind: LayerShape) -> float:
     """Return the hidden states of one micro-batch, with a copy for each chosen expert."""
     return priced.tokens * kind.experts_per_token * priced.graph.hidden_size * priced.element_bytes
+
+
+def _sent_token_bytes(priced: PricedLayout, kind: LayerShape) -> float:
+    """Return the hidden states that a rank hands to the dispatcher for one micro-batch; DeepEP
+    sends one to each rank with any of a token's experts."""
+    sent, experts = routed_token_bytes(priced, kind), kind.experts_per_token
+    if not (experts and has_deepep(priced)):
+        return sent
+    ranks = priced.strategy.expert * priced.strategy.expert_tensor_ranks
+    return sent * distinct_places(ranks, experts) / experts
 
 
 def imbalance_bytes(priced: PricedLayout, kind: LayerShape) -> float:
@@ -378,7 +389,7 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
     sharers = s.tensor if s.sequence_parallel else 1
     return StepTraffic(
         expert_all_to_all=m
-        * sum(2 * routed_token_bytes(priced, kind) for kind in dispatched)
+        * sum(2 * _sent_token_bytes(priced, kind) for kind in dispatched)
         / sharers
         if s.expert > 1
         else 0.0,

@@ -619,7 +619,6 @@ def _pass_times_shared_key(problem: Problem, c: Constants) -> Hashable:
             r.training.sequence_length,
         ),
         (r.target, r.assume.kernels, r.assume.mfu is None, r.assume.expert_imbalance),
-        (r.parallelism.expert_dispatcher, r.parallelism.expert_overlap),
         c,
     )
 
@@ -646,7 +645,7 @@ def _pass_times_key(priced: PricedLayout) -> Hashable:
             s.tensor,
             s.micro_batch_size,
         ),
-        s.expert_tensor,
+        (s.expert_tensor, s.expert_dispatcher, s.overlapped_share),
         (s.checkpointing, priced.checkpointed_activations is None, s.sequence_parallel),
     )
 
@@ -729,7 +728,7 @@ def _expert_host_seconds(priced: PricedLayout) -> float:
         return 0.0
     c = priced.constants
     # Half of what hides of the exchange: launches of one micro-batch run while another computes.
-    hidden = c.expert_overlap_share / 2 if priced.recipe.parallelism.expert_overlap else 0.0
+    hidden = c.expert_overlap_share * priced.strategy.overlapped_share / 2
     seconds = c.expert_host_seconds_deepep if has_deepep(priced) else c.expert_host_seconds_alltoall
     return seconds * (1 - hidden)
 

@@ -349,6 +349,8 @@ def _working_bytes(priced: PricedLayout, with_head: bool, recomputes: bool) -> f
         for kind in priced.shapes.kinds
     )
     layer += max(exchanged, default=0.0)
+    if s.overlapped_share:  # a layer of the next micro-batch is saved before this one is freed
+        layer += held(saved.largest)
     loss = 0.0
     if with_head and priced.graph.task_traits.compares_pairs:
         loss = contrastive_loss_bytes(priced) + held(saved.head)

@@ -30,6 +30,7 @@ from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.zero_settings import fits_in_host_memory, offloaded_bytes
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, FLASH_ATTENTION_2
+from shardwright.utils.installation import DEEPEP_MODULE
 
 # The hosts of a run meet, as training would: at the master's address, in an all-reduce; their
 # links are measured.
@@ -331,6 +332,7 @@ def _versions(x: HostCheckInput) -> HostCheck:
     optional = {
         "peft": x.plan.lora is not None,
         "flash_attn": x.plan.model.attention == FLASH_ATTENTION_2,
+        DEEPEP_MODULE: x.plan.strategy.expert_dispatcher == "deepep",
     }
     ours = platform.python_version()
     problems = []

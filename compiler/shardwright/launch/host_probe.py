@@ -28,7 +28,7 @@ import msgspec
 
 from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.preflight_checks import stale_build_locks
-from shardwright.utils.installation import installed_version
+from shardwright.utils.installation import DEEPEP_MODULE, installed_version
 from shardwright.utils.json_values import JsonObject
 
 # What `doctor` and its probe on each host say to each other, one JSON object a line. A probe
@@ -244,7 +244,12 @@ class Probe:
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
 PACKAGES = tuple(
-    dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn"))
+    dict.fromkeys(
+        (
+            *("torch", *_ENGINES, "transformers", "shardwright"),
+            *("peft", "flash_attn", DEEPEP_MODULE),
+        )
+    )
 )
 MEASURING_SECONDS = 3.0
 MIN_FREE_FRACTION = 0.9

@@ -25,6 +25,7 @@ from shardwright.utils.file_io import read_regular_text_file
 from shardwright.utils.installation import (
     install_command,
     missing_compiler,
+    missing_deepep,
     missing_flash_attention,
     missing_peft,
 )
@@ -126,6 +127,8 @@ def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterat
     if plan.lora is not None and (absent := missing_peft()):
         yield absent
     if plan.model.attention == FLASH_ATTENTION_2 and (absent := missing_flash_attention()):
+        yield absent
+    if plan.strategy.expert_dispatcher == "deepep" and (absent := missing_deepep()):
         yield absent
     if plan.model.kernels == "compile" and (absent := missing_compiler(is_cpu=plan.is_cpu)):
         yield absent

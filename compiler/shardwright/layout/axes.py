@@ -208,6 +208,22 @@ AXES: tuple[Axis, ...] = (
         table_label="sequence parallel",
         feature="sequence parallelism",
     ),
+    Axis(  # never searched: deepep needs a package that a plan cannot know of
+        name="expert_dispatcher",
+        off_value="alltoall",
+        in_every_engine=False,
+        letters="{}",
+        table_label="{}",
+        feature="{}",
+    ),
+    Axis(
+        name="expert_overlap",
+        off_value=False,
+        in_every_engine=False,
+        letters="EP overlap",
+        table_label="expert overlap",
+        feature="overlapped expert exchange",
+    ),
     Axis(
         name="zero_stage",
         affects_rank_state=True,

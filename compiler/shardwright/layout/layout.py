@@ -13,6 +13,7 @@ from shardwright.layout.axes import Axis, Value, rank_axes, value_text, world_si
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.schedules import PIPELINE_SCHEDULES, PipelineSchedule
 from shardwright.recipe.literal_types import (
+    ExpertDispatcher,
     LayerCheckpointing,
     Loss,
     Offload,
@@ -61,6 +62,8 @@ class Layout:
     context: int = 1
     virtual_stages: int = 1
     sequence_parallel: bool = False
+    expert_dispatcher: ExpertDispatcher = "alltoall"
+    expert_overlap: bool = False
     loss: Loss = "full"
     hpz_partition_size: int = 1
 
@@ -102,6 +105,20 @@ class Layout:
         return max(
             1, self.zero_world_size * self.tensor // (self.expert * self.expert_tensor_ranks)
         )
+
+    @property
+    def overlapped_share(self) -> float:
+        """Return the share of the micro-batches whose exchange of experts overlaps with another
+        micro-batch.
+
+        Forward passes before a rank's first backward pass have none beside them, nor have backward
+        passes after its last forward pass (megatron/core/pipeline_parallel/combined_1f1b.py). Of m
+        micro-batches and v chunks a rank makes 2 (p - rank - 1) + (v - 1) p + 1 of its m v passes
+        so; over the ranks the mean is p v.
+        """
+        if not self.expert_overlap:
+            return 0.0
+        return max(0.0, 1 - self.pipeline / self.gradient_accumulation_steps)
 
     @property
     def stages(self) -> int:

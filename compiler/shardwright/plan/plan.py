@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import refusal
-from shardwright.layout.axes import rank_coordinates
+from shardwright.layout.axes import axis_named, rank_coordinates
 from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Memory, Time, Training
@@ -392,6 +392,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
             del rank["context"]
+    for key in ("expert_dispatcher", "expert_overlap"):
+        if document["strategy"][key] == axis_named(key).off_value:
+            del document["strategy"][key]
     if not plan.experts:
         del document["experts"]
     if plan.model.kernels == "hf":

@@ -19,6 +19,8 @@ LayerCheckpointing = Checkpointing | RecomputedModules
 Offload = Literal["none", "optimizer", "parameters"]
 """Names what is kept in host memory."""
 Loss = Literal["full", "chunked"]
+ExpertDispatcher = Literal["alltoall", "deepep"]
+"""Names what sends tokens to the ranks of their experts (Megatron-Core's token dispatchers)."""
 TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
 """Names the task that a model is trained for."""
 Kernels = Literal["hf", "compile"]

@@ -11,6 +11,7 @@ from typing import Literal
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.recipe.literal_types import (
     AutoSwitch,
+    ExpertDispatcher,
     Fabric,
     Kernels,
     LayerCheckpointing,
@@ -308,7 +309,7 @@ class ParallelismSection:
     context: int | None
     virtual_stages: int | None
     sequence_parallel: bool | None
-    expert_dispatcher: Literal["alltoall", "deepep"] | None = None
+    expert_dispatcher: ExpertDispatcher | None = None
     expert_overlap: bool | None = None
 
 

@@ -298,11 +298,8 @@ def axes_are_runnable(x: Candidate) -> Diagnostic | None:
     }
     if not wrong:
         return None
-    plain = [
-        f"{axis.name}: {str(axis.off_value).lower()}"
-        for axis in x.strategy.values()
-        if axis in wrong or not (axis.in_every_engine or axis.name in known)
-    ]
+    plain = [f"{axis.name}: {str(axis.off_value).lower()}" for axis in wrong]
+    able = next((e.name for e in ENGINES.values() if {a.name for a in wrong} <= e.axes), "")
     named = ", ".join(f"{axis.name} {str(value).lower()}" for axis, value in wrong.items())
     priced = (
         "" if all(axis.has_cost_model for axis in wrong) else ", which has no numbers for it either"
@@ -310,8 +307,8 @@ def axes_are_runnable(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3115",
         f"parallelism.{next(iter(wrong)).name}",
-        f"{named} cannot run in this version{priced}",
-        f"Use {', '.join(plain[:-1])} and {plain[-1]}.",
+        f"{named} cannot run under target: {x.recipe.target}{priced}",
+        f"Use {' and '.join(plain)}{f', or `target: {able}`' * bool(able)}.",
     )
 
 

@@ -197,7 +197,9 @@ def _legal_grids(
     """Split the grids along WORK_AXES. Return the groups of each part, and the seconds that each
     of its layouts takes at least, complexity penalties included; the fastest part last."""
     rules = RulesByLevel(problem.recipe.target)
-    split = set(WORK_AXES) - {"micro_batch_size", "activation_checkpointing"}
+    split = set(WORK_AXES) - {"micro_batch_size", "activation_checkpointing", "overlapped_share"}
+    if problem.recipe.parallelism.expert_overlap:
+        split.add("pipeline")  # which decides how much overlaps
     found = []
     for grid in (part for every in layout_grids(problem) for part in split_grid(every, split)):
         groups = legal_layouts_of(problem, grid, Rejections(), rules)

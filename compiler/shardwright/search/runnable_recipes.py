@@ -147,16 +147,6 @@ SUPPORTED_VALUES: tuple[SupportedValues, ...] = (
         )
         for key, value, allowed in (
             (("training", "low_precision"), lambda r: r.training.low_precision, ("none",)),
-            (
-                ("parallelism", "expert_dispatcher"),
-                lambda r: r.parallelism.expert_dispatcher,
-                (None, "alltoall"),
-            ),
-            (
-                ("parallelism", "expert_overlap"),
-                lambda r: r.parallelism.expert_overlap,
-                (None, False),
-            ),
         )
     ),
     SupportedValues(

@@ -65,6 +65,7 @@ list is worth."""
 
 WORK_AXES: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
 WORK_AXES += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
+WORK_AXES += ("expert_dispatcher", "overlapped_share")
 _work_key = operator.attrgetter(*WORK_AXES)
 _state_key = operator.attrgetter(
     *(axis.name for axis in AXES if axis.affects_rank_state), "hpz_partition_size"

@@ -95,6 +95,20 @@ def missing_flash_attention() -> Diagnostic | None:
     )
 
 
+DEEPEP_MODULE = "deep_ep"
+
+
+def missing_deepep() -> Diagnostic | None:
+    """Return an error where DeepEP, which `expert_dispatcher: deepep` runs on, is not installed."""
+    message = "the plan's expert_dispatcher is deepep, and deep_ep is not installed here"
+    help = (
+        "Install it from https://github.com/deepseek-ai/DeepEP on every host; or compile with "
+        "`expert_dispatcher: alltoall`."
+    )
+    key = ("parallelism", "expert_dispatcher")
+    return _missing(DEEPEP_MODULE, Diagnostic(code="SW6016", message=message, help=help, key=key))
+
+
 def missing_compiler(*, is_cpu: bool) -> Diagnostic | None:
     """`kernels: compile` makes C++ on a CPU, and Triton on a GPU."""
     if not is_cpu:

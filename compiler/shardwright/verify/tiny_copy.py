@@ -42,7 +42,9 @@ def tiny_strategy(s: Layout) -> Layout:
     """Shrink a layout: degrees above 1 become 2, partial checkpointing recomputes one layer a
     stage.
 
-    Micro-batches are the fewest that still accumulate and that the schedule needs.
+    Micro-batches are the fewest that still accumulate and that the schedule needs. Expert ranks
+    exchange tokens by alltoall without overlap: DeepEP runs on GPUs alone, and Megatron-Core
+    overlaps no exchange in the copy's fp32.
     """
     pipeline, data = min(s.pipeline, 2), min(s.data, 2)
     accumulation = max(
@@ -56,6 +58,8 @@ def tiny_strategy(s: Layout) -> Layout:
         data=data,
         context=min(s.context, 2),
         expert=min(s.expert, 2),
+        expert_dispatcher="alltoall",
+        expert_overlap=False,
         micro_batch_size=min(s.micro_batch_size, 2),
         gradient_accumulation_steps=accumulation,
         hpz_partition_size=1,  # the copy has one node

@@ -29,6 +29,8 @@ NO_MORE_RECOMPUTE: dict[str, list[dict[str, Any]]] = {
     "parallelism.expert_tensor": [{"parallelism.expert_tensor": 1}],
     "parallelism.virtual_stages": [{"parallelism.virtual_stages": 2}],
     "parallelism.sequence_parallel": [{"parallelism.sequence_parallel": True}],
+    "parallelism.expert_dispatcher": [{"parallelism.expert_dispatcher": "deepep"}],
+    "parallelism.expert_overlap": [{"parallelism.expert_overlap": True}],
 }
 WITHIN: list[dict[str, Any]] = [
     {"target": "deepspeed"},

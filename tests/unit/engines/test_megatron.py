@@ -85,6 +85,10 @@ ILLEGAL: dict[str, dict[str, Any]] = {
     "SW3165": {"expert": 3},
     "SW3166": {"tensor": 2, "data": 2, "sequence_parallel": True},
     "SW3167": {"tensor": 4, "data": 1, "sequence_parallel": True, "expert_tensor": 2},
+    "SW3163": {"expert_overlap": True},
+    "SW3170": {"expert": 2, "expert_dispatcher": "deepep"},
+    "SW3174": {"expert": 2, "expert_dispatcher": "deepep"},
+    "SW3175": {"expert": 2, "expert_overlap": True},
 }
 EXPERTS = {**SMALL_RECIPE["model"]["config"], "model_type": "mixtral", "num_local_experts": 4}
 
@@ -120,8 +124,7 @@ def test_a_layout_that_it_does_not_run(
     config = {
         "SW3166": {**EXPERTS, "model_type": "gpt_oss"},
         "SW3156": EXPERTS,
-        "SW3165": EXPERTS,
-        "SW3167": EXPERTS,
+        **dict.fromkeys(("SW3165", "SW3167", "SW3163", "SW3170", "SW3174", "SW3175"), EXPERTS),
     }.get(code, SMALL_RECIPE["model"]["config"])
     recipe = load_recipe(write_recipe({"target": "megatron", "model.config": config}))
     problem = problem_of(recipe, graph_of(config))

@@ -289,7 +289,11 @@ def test_layers_skipped_at_random() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [{"expert": 2}, {"context": 2}, {"virtual_stages": 2}, {"sequence_parallel": True}]
+    "key",
+    [
+        *({"expert": 2}, {"context": 2}, {"virtual_stages": 2}, {"sequence_parallel": True}),
+        *({"expert_dispatcher": "deepep"}, {"expert_overlap": True}),
+    ],
 )
 def test_layout_keys_of_later_versions(key: dict[str, object]) -> None:
     recipe = recipe_of(parallelism=key)

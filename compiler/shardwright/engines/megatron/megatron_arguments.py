@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, refusal
+from shardwright.engines.megatron.expert_exchange import cuda_connections, exchange_settings
 from shardwright.engines.megatron.megatron_capabilities import ARGUMENTS_FILE, OPTIMIZER_NAMES
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS, hf_config
 from shardwright.plan.plan import Plan
@@ -51,6 +52,7 @@ def parallel_settings(plan: Plan) -> dict[str, Any]:
         "deallocate_pipeline_outputs": piped and plan.device.backend == "nccl",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        **exchange_settings(s),
         **recompute_settings(plan),
     }
 
@@ -175,10 +177,9 @@ def arguments_file(
         ),
         '#     "${MEGATRON_ARGS[@]}" --data-path ... --tokenizer-type ... --save ...',
     ]
-    if plan.strategy.tensor > 1 or plan.strategy.context > 1:
-        lines.append(
-            "export CUDA_DEVICE_MAX_CONNECTIONS=1  # a collective is launched before what hides it"
-        )
+    if connections := cuda_connections(plan.strategy):
+        number, why = connections
+        lines.append(f"export CUDA_DEVICE_MAX_CONNECTIONS={number}  # {why}")
     lines.append("MEGATRON_ARGS=(")
     for title, options in groups.items():
         lines += [f"  # {title}", *(f"  {shlex.join(option)}" for option in options)]
@@ -188,7 +189,8 @@ def arguments_file(
 def _model_options(plan: Plan, config: JsonObject) -> Iterator[Option]:
     whole = hf_config(config)
     family = MODEL_MAPPINGS[plan.model.model_type]
-    settings = family.settings(whole)
+    chosen = exchange_settings(plan.strategy)  # among the ranks' options
+    settings = {k: v for k, v in family.settings(whole).items() if k not in chosen}
     if family.scaled_embedding:
         raise MissingOption("an embedding scaled by the square root of the hidden size")
     length = plan.training.sequence_length
@@ -329,7 +331,8 @@ def _parallel_options(plan: Plan) -> Iterator[Option]:
         yield "--pipeline-model-parallel-layout", pipeline_layout_text(plan)
     if shards_states(plan):
         yield ("--use-distributed-optimizer",)
-    for name, value in (recompute_settings(plan) | _host_optimizer_options(plan)).items():
+    settings = recompute_settings(plan) | exchange_settings(s) | _host_optimizer_options(plan)
+    for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
         values = value if isinstance(value, list) else [str(value)]
         yield (option,) if value is True else (option, *values)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
+from shardwright.engines.megatron.expert_exchange import RULES as EXCHANGE_RULES
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
 from shardwright.engines.megatron.recompute_modules import recompute_obstacle
 from shardwright.engines.megatron.transformer_engine_layers import (
@@ -425,6 +426,7 @@ RULES: dict[str, Rule] = {
     "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
     "SW3168": rule(not_tested_on_gpus, *TRANSFORMER_ENGINE_AXES),
     "SW3169": rule(transformer_engine_unavailable, *TRANSFORMER_ENGINE_AXES),
+    **EXCHANGE_RULES,
     "SW3177": rule(offload_without_distributed_optimizer, "offload", "zero_stage"),
 }
 HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
@@ -475,7 +477,12 @@ MEGATRON = Engine(
     rules=RULES,
     waived_rules=HF_MODULE_RULES,
     key_errors=check_recipe_keys,
-    axes=frozenset({"context", "expert", "expert_tensor", "virtual_stages", "sequence_parallel"}),
+    axes=frozenset(
+        {
+            *("context", "expert", "expert_tensor", "expert_dispatcher", "expert_overlap"),
+            *("virtual_stages", "sequence_parallel"),
+        }
+    ),
     types=frozenset(MODEL_MAPPINGS),
     pads_vocabulary=True,
     transformer_engine=transformer_engine_choice,

@@ -167,6 +167,15 @@ def _compare_ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> d
     return {}
 
 
+def _build_without_deepep() -> None:
+    """Let Megatron build a dispatcher whose package this machine lacks: no token is exchanged."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    dispatcher: Any = token_dispatcher
+    if dispatcher.fused_dispatch is None:
+        dispatcher.fused_dispatch = dispatcher.set_deepep_num_sms = lambda *_: None
+
+
 def _rank_difference(plan: Any, config: Any, rank: int) -> str:
     """Return how the rank differs from the plan; "" where it agrees."""
     from megatron.core import parallel_state
@@ -202,6 +211,8 @@ def _rank_difference(plan: Any, config: Any, rank: int) -> str:
                 f"its pipeline, data, context, tensor and expert ranks are {theirs}, planned {ours}"
             )
         settings = transformer_config(config, **parallel_settings(plan))
+        if plan.strategy.expert_dispatcher == "deepep":
+            _build_without_deepep()
         length = plan.training.sequence_length
         chunks = build_model_chunks(
             config, settings, None, length=length, pipeline_rank=at.pipeline

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from shardwright.engines.megatron.expert_exchange import cuda_connections
 from shardwright.engines.trainer_protocol import Trainer, share_host_cores
 from shardwright.plan.plan import Plan
 
@@ -19,9 +20,8 @@ def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
 
         patch_torch_for_cpu()
         return
-    if plan.strategy.tensor > 1 or plan.strategy.context > 1:
-        # Kernels start in launch order: a collective before the matmul that hides it.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if connections := cuda_connections(plan.strategy):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(connections.number))
 
 
 def open_groups(plan: Plan) -> None:

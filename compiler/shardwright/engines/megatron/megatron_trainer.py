@@ -24,6 +24,7 @@ from torch import distributed as dist
 from torch import nn
 
 from shardwright.engines.fp32_masters import fill_fp32_masters
+from shardwright.engines.megatron.expert_exchange import check_deepep
 from shardwright.engines.megatron.host_optimizer import (
     build_optimizer,
     copy_host_masters,
@@ -190,6 +191,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     """
     config = load_config(plan, folder)
     model, weights = open_model(plan, folder, resumes=resumes)
+    check_deepep(plan)
     rotary, transposed = rotary_frequencies(model), conv1d_to_linear(model)
     settings = transformer_config(config, **parallel_settings(plan))
     mine = plan.ranks[dist.get_rank()]
@@ -338,8 +340,14 @@ class MegatronTrainer:
         dist.all_reduce(total)
         return total.item()
 
-    def _forward(self, feed: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[torch.Tensor, Any]:
-        """Run one micro-batch through one chunk, as Megatron's schedules call it."""
+    def _forward(
+        self, feed: Iterator[MicroBatch], chunk: Any, *_: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Any]:
+        """Run one micro-batch through one chunk, as Megatron's schedules call it.
+
+        return_schedule_plan: return the chunk's schedule plan in place of its output
+            (megatron/core/pipeline_parallel/combined_1f1b.py), with expert_overlap
+        """
         whole, ranks = next(feed), self.plan.strategy.context
         batch = zigzag_shard(whole, ranks, self.mine.context)
         own = rank_positions(whole.input_ids.shape[1], ranks, self.mine.context)
@@ -353,7 +361,8 @@ class MegatronTrainer:
                 whole.position_ids[:, own],
                 _document_mask(whole.position_ids)[:, :, own].to(self.device),
             )
-        out = chunk(input_ids=ids, position_ids=places.to(self.device), attention_mask=visible)
+        forward = chunk.build_schedule_plan if return_schedule_plan else chunk
+        out = forward(input_ids=ids, position_ids=places.to(self.device), attention_mask=visible)
 
         def loss(
             logits: torch.Tensor,
