@@ -17,7 +17,9 @@ from shardwright.utils.json_values import JsonObject, JsonValue
 from shardwright.utils.shell_script import resolved_text
 
 LONGEST_VALUE = 60
-_SECRET = re.compile(r"token(?!i[sz])|secret|password|passwd|credential|api_?key", re.IGNORECASE)
+_SECRET = re.compile(
+    r"token(?!i[sz]|_dispatcher)|secret|password|passwd|credential|api_?key", re.IGNORECASE
+)
 
 
 @dataclass(slots=True)

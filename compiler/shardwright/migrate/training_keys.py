@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 from shardwright.lint.ds_config_training_rules import (
     ACCUMULATION_STEPS_KEY,
@@ -16,6 +17,7 @@ from shardwright.migrate.recipe_draft import (
     as_switch,
     as_text,
 )
+from shardwright.recipe.literal_types import ExpertDispatcher
 from shardwright.utils.json_values import JsonValue
 
 BATCH, MICRO_BATCH = "training.global_batch_size", "parallelism.micro_batch_size"
@@ -142,6 +144,7 @@ def _megatron_degrees(s: ImportSources) -> None:
             "parallelism.sequence_parallel", "sequence_parallel", "megatron_lm_sequence_parallelism"
         )
     s.settle("parallelism.expert_tensor", as_count, "expert_tensor_parallel_size")
+    _expert_exchange(s)
     stages = s.draft.values.get("parallelism.pipeline")
     layers = s.word(as_count, "num_layers")
     for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
@@ -157,6 +160,38 @@ def _megatron_degrees(s: ImportSources) -> None:
             s.draft.put("parallelism.virtual_stages", count, found[0])
         else:
             s.ask_unread("parallelism.virtual_stages", name)
+
+
+_DISPATCHER = "parallelism.expert_dispatcher"
+_DISPATCHER_NAMES = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+
+
+def _expert_exchange(s: ImportSources) -> None:
+    """Convert Megatron-Core's token dispatcher, whose flex type has a backend, by default DeepEP,
+    and the overlap of its exchange with another micro-batch's computation."""
+    if s.setting("overlap_moe_expert_parallel_comm") is not None:
+        s.settle("parallelism.expert_overlap", as_switch, "overlap_moe_expert_parallel_comm")
+    kind, backend = (s.word(as_text, name) for name in _DISPATCHER_NAMES)
+    enabled = s.word(as_switch, "moe_enable_deepep")
+    if kind is None:  # Megatron-Core ignores a backend without the type flex
+        s.ask_unread(_DISPATCHER, "moe_token_dispatcher_type")
+        return
+    name = kind[1]
+    if name == "flex":
+        if backend is None and s.ask_unread(_DISPATCHER, "moe_flex_dispatcher_backend"):
+            s.draft.take(kind[0], _DISPATCHER)
+            return
+        name = "deepep" if backend is None or (enabled and enabled[1]) else backend[1]
+    dtype = s.word(as_text, "moe_router_dtype")
+    if name != "deepep" or dtype is None or dtype[1] != "fp32":  # the lowering of deepep writes it
+        dtype = None
+    sources = [found[0] for found in (kind, backend, enabled, dtype) if found is not None]
+    if name in get_args(ExpertDispatcher):
+        s.draft.put(_DISPATCHER, name, " ".join(sources), *sources)
+        return
+    why = f"a recipe's expert_dispatcher has no {name}: tokens are exchanged by alltoall"
+    for source, value in (found for found in (kind, backend) if found is not None):
+        s.draft.leave("parallelism", source, value, why)
 
 
 def _data_ranks(s: ImportSources) -> int | None:
