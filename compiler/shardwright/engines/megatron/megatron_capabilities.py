@@ -112,7 +112,6 @@ SUPPORTED_KEYS: tuple[str, ...] = (
         "parallelism.micro_batch_size",
     ),
     *("parallelism.activation_checkpointing", "parallelism.memory_headroom"),
-    *("parallelism.expert_dispatcher", "parallelism.expert_overlap"),
 )
 """Lists keys and sections that run as under any engine.
 
