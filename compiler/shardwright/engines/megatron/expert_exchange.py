@@ -39,7 +39,7 @@ def exchange_settings(s: Layout) -> dict[str, Any]:
         "moe_token_dispatcher_type": "flex",
         "moe_flex_dispatcher_backend": "deepep",
         # DeepEP sends probabilities in fp32 alone (megatron/core/transformer/moe/
-        # token_dispatcher.py:1148).
+        # token_dispatcher.py:1173).
         "moe_router_dtype": "fp32",
     }
     overlap = {"overlap_moe_expert_parallel_comm": True}
