@@ -7,13 +7,14 @@ FLOPs and bytes of an image with n patches are a n + b n^2 (models/model_graph.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from shardwright.models.model_graph import ModelGraph, VisionEncoder, VisionLayer
 from shardwright.models.trainable_parameters import frozen_parameter_names
 from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.memoize import memoize
 
 INPUT_GRADIENT_SHARE = 0.5
 """Gives the share of a backward pass with frozen weights behind trained ones: one product of
@@ -71,7 +72,7 @@ def largest_image_sequence(recipe: Recipe, graph: ModelGraph) -> SequenceImages 
 
 def vision_encoder_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:
     """Return (forward, backward) FLOPs of a sequence."""
-    layers = list(vision_encoder_layer_costs(recipe, graph, "none", 4))
+    layers = vision_encoder_layer_costs(recipe, graph, "none", 4)
     return sum(x.forward for x in layers), round(sum(x.backward for x in layers))
 
 
@@ -85,17 +86,27 @@ def vision_encoder_activation_bytes(
     )
 
 
+def _layer_costs_key(
+    recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
+) -> Hashable:
+    images = largest_image_sequence(recipe, graph)
+    is_frozen = recipe.lora is not None
+    return graph.identity, images, is_frozen, recipe.model.freeze, checkpointing, element_bytes
+
+
+@memoize(_layer_costs_key)
 def vision_encoder_layer_costs(
     recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
-) -> Iterator[VisionLayerCost]:
-    """Yield the cost of each layer.
+) -> tuple[VisionLayerCost, ...]:
+    """Return the cost of each layer.
 
     A layer has a backward pass where it, or an earlier one, is trained. Under `full` a block saves
     its input and is recomputed; the rest of the encoder saves everything.
     """
     row, vision = largest_image_sequence(recipe, graph), graph.vision
     if row is None or vision is None:
-        return
+        return ()
+    costs: list[VisionLayerCost] = []
     trained = _trained(recipe, graph, vision)
     live = trained[""]  # the patch projection comes before the blocks
     for layer in vision.layers:
@@ -112,15 +123,18 @@ def vision_encoder_layer_costs(
         activation_bytes = next(
             k for k in layer.kept if (k.checkpointing, k.element_bytes) == (mode, element_bytes)
         )
-        yield VisionLayerCost(
-            layer=layer,
-            forward=forward,
-            backward=share * row.image_count * layer.backward.of(row.patches),
-            recompute_flops=forward if live and mode == "full" else 0,
-            activation_bytes=row.image_count * activation_bytes.bytes.of(row.patches)
-            if live
-            else 0,
+        costs.append(
+            VisionLayerCost(
+                layer=layer,
+                forward=forward,
+                backward=share * row.image_count * layer.backward.of(row.patches),
+                recompute_flops=forward if live and mode == "full" else 0,
+                activation_bytes=row.image_count * activation_bytes.bytes.of(row.patches)
+                if live
+                else 0,
+            )
         )
+    return tuple(costs)
 
 
 def _trained(recipe: Recipe, graph: ModelGraph, vision: VisionEncoder) -> dict[str, bool]:

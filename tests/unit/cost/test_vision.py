@@ -12,6 +12,7 @@ from shardwright.cost.vision_encoder_flops import (
     largest_image_sequence,
     vision_encoder_activation_bytes,
     vision_encoder_flops,
+    vision_encoder_layer_costs,
 )
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.models.model_graph import (
@@ -132,6 +133,16 @@ def test_pictures_count_one_by_one() -> None:
     n, per_patch = 4096, 2 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)
     assert one == 4 * (per_patch * n + 4 * HIDDEN * n**2) + 10**6 * n + 4 * HIDDEN * n**2
     assert four == 4 * one
+
+
+def test_a_search_counts_the_layers_once() -> None:
+    """Every layout asks for them, and finding the trained ones reads all parameters' names."""
+    plain, again = recipe(), recipe()
+    graph = seeing()
+    costs = vision_encoder_layer_costs(plain, graph, "none", 2)
+    assert vision_encoder_layer_costs(again, graph, "none", 2) is costs
+    frozen = vision_encoder_layer_costs(recipe(("vision",)), graph, "none", 2)
+    assert frozen is not costs and frozen != costs
 
 
 def test_the_first_stage_gets_fewer_decoder_layers() -> None:
