@@ -724,7 +724,7 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
 def _expert_host_seconds(priced: PricedLayout) -> float:
     """Return the host's seconds for an expert layer's micro-batch under Megatron-Core, forward and
     backward, which bound what its GPU takes; 0 elsewhere."""
-    if priced.cluster.gpu.kind.launches_are_free or priced.kernels.family != "megatron":
+    if priced.cluster.gpu.kind.launches_are_free or not priced.kernels.host_bounds_experts:
         return 0.0
     c = priced.constants
     # Half of what hides of the exchange: launches of one micro-batch run while another computes.

@@ -59,6 +59,14 @@ class KernelProfile:
     equal_layers_per_stage: bool = False
     engine_without_zero: str | None = None
 
+    @property
+    def host_bounds_experts(self) -> bool:
+        """Return whether the host's launches and waits for token counts bound an expert layer.
+
+        Hugging Face's modules are bound by each kernel's launch instead.
+        """
+        return self.family == "megatron"
+
 
 OWN_KERNELS = {
     "megatron": KernelProfile(
