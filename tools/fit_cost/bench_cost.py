@@ -28,6 +28,7 @@ from tools.fit_cost import score, score_engines, score_moe
 from tools.fit_cost.least_squares_fit import LinearizedFit, as_megatron_run
 from tools.fit_cost.published_runs import (
     HARDWARE,
+    UNFITTED_ROWS,
     Case,
     allocated_bytes,
     as_scored,
@@ -269,6 +270,7 @@ def main() -> None:
     moe_out = [o for o in every if o.case.row["id"] in moe_ids]
     document: dict[str, Any] = {
         "moe_left_out": moe_scores(moe_out),
+        "never_in_a_fit": unfitted(c),
         "left_out": first_out,
         "left_out_mean": project_mean(first_out),
         "engines_left_out": engines_out,
@@ -304,10 +306,22 @@ def main() -> None:
         "",
         f"DeepSpeed's own rows, their project left out: {document['deepspeed_left_out']:.1%}",
     ]
+    lines += ["", "h100.json, never in a fit"]
+    lines += [_line(name, row) for name, row in document["never_in_a_fit"].items()]
     lines += ["", "moe.json, each source left out", json.dumps(document["moe_left_out"], indent=1)]
     lines += ["", "engines.json, all rows in the fit"]
     print("\n".join(lines))
     score_engines.show(document["engines"])
+
+
+def unfitted(c: Constants) -> dict[str, Any]:
+    """Return the errors on rows that no fit has: MPT on H100, by the length of a row."""
+    cases = load_cases(UNFITTED_ROWS)
+    lengths = {
+        "up to 4,096 tokens": [case for case in cases if case.row["model"]["seq_len"] <= 4096],
+        "8,192 to 65,536 tokens": [case for case in cases if case.row["model"]["seq_len"] > 4096],
+    }
+    return {name: errors(chosen, c) for name, chosen in lengths.items()}
 
 
 def _mean_of(found: list[CaseError]) -> float:

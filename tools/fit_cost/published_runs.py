@@ -34,6 +34,7 @@ from tools.fit_cost import score, score_engines, score_moe
 ROWS = Path(__file__).with_name("rows.json")
 ENGINE_ROWS = Path(__file__).with_name("engines.json")
 MOE_ROWS = Path(__file__).with_name("moe.json")
+UNFITTED_ROWS = Path(__file__).with_name("h100.json")
 OWN_ROWS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.json"
 # A row's project, from the start of its `source`.
 PROJECTS = {
