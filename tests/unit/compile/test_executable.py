@@ -23,6 +23,11 @@ NO_MORE_RECOMPUTE: dict[str, list[dict[str, Any]]] = {
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
+    "assume.expert_imbalance": [{"assume": {"expert_imbalance": 1.0}}],
+    "training.low_precision": [
+        {"training.low_precision": name, "training.precision": "bf16"}
+        for name in ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
+    ],
     "model.transformer_engine": [{"model.transformer_engine": "on"}],
     "parallelism.expert": [{"parallelism.expert": 2, "target": "reference"}],
     "parallelism.context": [{"parallelism.context": 2, "target": "reference"}],
