@@ -82,7 +82,7 @@ def two_islands(document: dict[str, Any]) -> dict[str, Any]:
         **cluster,
         "nodes": 2 * cluster["nodes"],
         "islands": 2,
-        "inter_island_gbits_per_second": 0.1,
+        "inter_island_gbits_per_second": 0.05,
     }
     outer = {"every_steps": 10}
     training = {**training, "global_batch_size": 2 * training["global_batch_size"], "outer": outer}

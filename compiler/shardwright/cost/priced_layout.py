@@ -183,7 +183,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         length = recipe.training.sequence_length
         if (
             checkpointing == "selective"
-            and kernels.traces_activations
+            and (kernels.traces_activations or recipe.assume.kernels == "auto")
             and not traits.selective_recomputes_projections
         ):
             checkpointing = ("core_attn",)

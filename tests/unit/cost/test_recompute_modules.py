@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layer_shapes import activations, model_shapes
 from shardwright.cost.peak_memory import estimate_memory
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.cost.step_time import recomputed_flops_per_token
 from shardwright.engines.run_profiles import KernelProfile, kernel_profile
+from shardwright.layout.layout_estimate import Time
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import LayerCheckpointing, RecomputedModules
-from shardwright.search.layout_resolution import estimate_layout, with_stages_assigned
+from shardwright.search.layout_resolution import estimate_checked_layout, with_stages_assigned
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
@@ -123,8 +125,20 @@ def priced(model: str, mode: LayerCheckpointing, **layout: Any) -> PricedLayout:
         assume={"ignore_memory": True},
     )
     return with_stages_assigned(
-        problem_of(recipe, graph_of(MODELS[model])), change(**layout, activation_checkpointing=mode)
+        problem_of(recipe, graph_of(MODELS[model])),
+        change(**layout, activation_checkpointing=mode),
+        UNBOUND_BY_HOST,
     )
+
+
+UNBOUND_BY_HOST = dataclasses.replace(
+    default_constants(), expert_host_seconds_alltoall=0.0, expert_host_seconds_deepep=0.0
+)
+"""Constants of a host that never bounds an expert layer: recomputation would hide behind it."""
+
+
+def seconds_of(layout: PricedLayout) -> Time:
+    return estimate_checked_layout(layout.problem, layout.strategy, (), UNBOUND_BY_HOST).time
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -149,14 +163,14 @@ def test_between_none_and_full(model: str, layout: str) -> None:
     ends: list[LayerCheckpointing] = ["none", "full"]
     none, full = (priced(model, mode, **axes) for mode in ends)
     most, least = (estimate_memory(each).stages[0].activations_bytes for each in (none, full))
-    fast, slow = (estimate_layout(x.problem, x.strategy).time for x in (none, full))
+    fast, slow = seconds_of(none), seconds_of(full)
     for modules in SETS[model]:
         some = priced(model, modules, **axes)
         saved_bytes = estimate_memory(some).stages[0].activations_bytes
         # Transformer Engine's linears contain a dense layer's norms.
         saves = (model, modules) != ("dense", ("layernorm",))
         assert least <= saved_bytes < most + (not saves), modules
-        time = estimate_layout(some.problem, some.strategy).time
+        time = seconds_of(some)
         assert fast.step_seconds < time.step_seconds <= slow.step_seconds * 1.001, modules
         parts = [
             *(time.compute_seconds, time.tensor_comm_seconds, time.pipeline_comm_seconds),
@@ -169,18 +183,14 @@ def test_selective_is_core_attention() -> None:
     for model in MODELS:
         one, other = priced(model, "selective"), priced(model, ("core_attn",))
         assert estimate_memory(one) == estimate_memory(other)
-        assert (
-            estimate_layout(one.problem, one.strategy).time
-            == estimate_layout(other.problem, other.strategy).time
-        )
+        assert seconds_of(one) == seconds_of(other)
 
 
 def test_collectives_of_a_recomputed_module_run_again() -> None:
     """A mixture's all-to-alls, a feed-forward network's all-reduce, context ranks' exchange."""
 
     def comm(model: str, mode: LayerCheckpointing, **axes: Any) -> float:
-        layout = priced(model, mode, **axes)
-        return estimate_layout(layout.problem, layout.strategy).time.tensor_comm_seconds
+        return seconds_of(priced(model, mode, **axes)).tensor_comm_seconds
 
     expert = LAYOUTS["experts"]
     assert comm("mixture", ("moe",), **expert) == pytest.approx(

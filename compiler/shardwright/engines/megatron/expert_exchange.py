@@ -24,7 +24,7 @@ DEEPEP_GPUS = (
     *("b200-", "b300-", "gb200-", "gb300-", "inline"),
 )
 """Lists the catalogue's GPUs with Hopper's instructions and NVLink between the GPUs of a node
-(README.md; deep_ep/utils.py, check_nvlink_connections). Of a recipe's own GPU, the ranks tell."""
+(its README; deep_ep.utils.check_nvlink_connections). Of a recipe's own GPU, the ranks tell."""
 DEEPEP_CAPABILITY = (9, 0)
 DEEPEP_GROUPS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """Lists the sizes of a group that DeepEP has settings for (Buffer.get_dispatch_config)."""
@@ -57,7 +57,8 @@ def cuda_connections(s: Layout) -> CudaConnections | None:
     """Return the connections that the layout's overlap needs; None where CUDA's default does.
 
     Tensor and context ranks want one. The overlap of the exchange wants its streams to start
-    independently: 32, of the two that Megatron-LM's validate_args names (training/arguments.py).
+    independently: 32, of the two that Megatron-LM's validate_args names
+    (megatron/training/arguments.py).
     """
     if s.expert_overlap:
         return CudaConnections(32, "two streams start independently of each other")
