@@ -70,14 +70,14 @@ def test_the_first_layers_of_each_stage(
         f"model.layers.{number}" for number in range(8)
     ]
     assert list(checkpointed_layers(plan)) == [name for names in stages for name in names[:layers]]
-    assert all(len(names) > layers for names in stages) or layers in (0, 8)
+    assert any(len(names) > layers for names in stages) or layers in (0, 8)
 
 
 def test_a_stage_with_fewer_layers_recomputes_all_of_them(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, model="llama-deep", pipeline=2, checkpointing={"full": 4})
+    plan = plan_of(tmp_path, model="llama-deep", pipeline=3, checkpointing={"full": 3})
     stages = decoders(plan)
-    assert min(map(len, stages)) < 4 <= max(map(len, stages))
-    assert list(checkpointed_layers(plan)) == [name for names in stages for name in names[:4]]
+    assert min(map(len, stages)) < 3 <= max(map(len, stages))
+    assert list(checkpointed_layers(plan)) == [name for names in stages for name in names[:3]]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
