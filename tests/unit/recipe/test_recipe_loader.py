@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from shardwright.diagnostics import Refusal, Source
 from shardwright.diagnostics.diagnostic_rendering import location_of
+from shardwright.layout.gpu_cluster import catalogue
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
 from shardwright.recipe.recipe_tree import yaml_scalar_value
@@ -331,3 +332,10 @@ def test_the_schema_is_one_and_says_every_key_and_default() -> None:
         return [definitions[sub["$ref"].removeprefix("#/$defs/")]] if "$ref" in sub else []
 
     assert walk(schema, "") > 80
+
+
+def test_the_schema_lists_the_catalogue() -> None:
+    """An editor completes a GPU's name from it."""
+    schema: Any = recipe_schema()
+    named, _ = schema["properties"]["cluster"]["properties"]["gpu"]["anyOf"]
+    assert named["examples"] == list(catalogue()["gpus"])
