@@ -57,6 +57,7 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     from shardwright.checkpoint.checkpoint_saver import check_master_weights
     from shardwright.engines.megatron.megatron_runtime import group_settings
     from shardwright.engines.megatron.megatron_trainer import build_trainer
+    from shardwright.parallel.model_loading import DTYPES
     from tests.figures import training_apart
 
     parallel_state.initialize_model_parallel(**group_settings(plan))
@@ -72,9 +73,8 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     ) as copied:
         trainer = build_trainer(plan, folder)
     assert copied.call_count == (len(trainer.states.parts) if case.offload == "optimizer" else 0)
-    summed_in = {str(p.main_grad.dtype) for c in trainer.engine for p in c.parameters()}
-    sums = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}
-    assert summed_in == {sums[plan.training.gradient_accumulation_dtype]}, summed_in
+    summed_in = {p.main_grad.dtype for c in trainer.engine for p in c.parameters()}
+    assert summed_in == {DTYPES[plan.training.gradient_accumulation_dtype]}, summed_in
     forwards = counted_forwards(case, trainer)
     with counted_schedule_plans() as schedule_plans:
         results = train(plan, trainer, folder)
@@ -98,8 +98,8 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
 
 
 def check_host_optimizer(case: Case, trainer: Any) -> None:
-    """Where states are in host memory, Megatron-Core's optimizer of the host updates every shard,
-    and none is left to the one of the GPU."""
+    """Check that, where states are in host memory, Megatron-Core's optimizer of the host updates
+    every shard, and none is left to the one of the GPU."""
     for part in trainer.states.parts:
         assert hasattr(part.optimizer, "cpu_optimizers") == (case.offload == "optimizer")
         if case.offload == "optimizer":
@@ -146,8 +146,8 @@ def train(plan: Plan, trainer: Any, folder: Path) -> list[Any]:
 
 
 def overlap_apart(case: Case, plan: Plan, trainer: Any, folder: Path) -> tuple[float, float]:
-    """Of the loss over packed rows, evaluated, and of the weights, from those of the same layout
-    trained without overlap."""
+    """Return how far the evaluated loss over packed rows and the weights are from those of the
+    same layout trained without overlap."""
     from torch import distributed as dist
 
     from shardwright.engines.megatron.megatron_trainer import build_trainer

@@ -22,7 +22,7 @@ from shardwright.recipe.literal_types import LowPrecision
 AttentionLibrary = Literal["torch", "best", "flash", "flash1", "cudnn", "flash3"]
 """torch: what its scaled_dot_product_attention takes on the chip; best: the fastest one."""
 HEAD_DIM = 128
-"""Of the measured rates."""
+"""Gives the head dimension of the measured rates."""
 
 
 class LibraryCurve(TypedDict):
@@ -143,9 +143,10 @@ def library_flops(gpu: Gpu, library: str) -> tuple[float, float]:
 
     Raises KeyError where the chip or the library is not listed.
     """
-    rates = _rates()
-    name = gpu.name.partition("-")[0]
-    forward, backward = rates["chips"][rates["chip_of"].get(name, name)]["libraries"][library]
+    chip = _chip(gpu)
+    if chip is None:
+        raise KeyError(gpu.name)
+    forward, backward = chip["libraries"][library]
     return forward * 1e12, backward * 1e12
 
 

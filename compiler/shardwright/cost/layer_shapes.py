@@ -594,8 +594,7 @@ def dropped_by_modules(
     is its consumer's input; inside of it are the scores, or fused attention's log-sum-exp in
     float32.
     """
-    shapes = model_shapes(graph, 1)
-    kind = shapes.kinds[shapes.kind_of[graph.layers.index(layer)]]
+    kind = _whole_shape(graph, layer)
     hidden, has_experts = graph.hidden_size, kind.experts_per_token > 0
     features_bytes = sizes.length * sizes.element_bytes
     norms = 2
@@ -622,6 +621,12 @@ def dropped_by_modules(
     )
 
 
+def _whole_shape(graph: ModelGraph, layer: Layer) -> LayerShape:
+    """Return the shape of a decoder layer that no tensor ranks share."""
+    shapes = model_shapes(graph, 1)
+    return shapes.kinds[shapes.kind_of[graph.layers.index(layer)]]
+
+
 def _low_precision_change(
     graph: ModelGraph,
     layer: Layer,
@@ -637,8 +642,7 @@ def _low_precision_change(
     reads the norm's output before a mixture in half precision. (Transformer Engine's
     LayerNormLinear and GroupedLinear.)
     """
-    shapes = model_shapes(graph, 1)
-    kind = shapes.kinds[shapes.kind_of[graph.layers.index(layer)]]
+    kind = _whole_shape(graph, layer)
     products = kind.products
     attention = [p for p in products if p.in_attention]
     dense = [p for p in products if p.module == "mlp" and p.batch == 1]
@@ -735,8 +739,7 @@ def _selective_op_bytes(
 
     size: bytes of one feature of the sequence
     """
-    shapes = model_shapes(graph, 1)
-    products = shapes.kinds[shapes.kind_of[graph.layers.index(layer)]].products
+    products = _whole_shape(graph, layer).products
     saved = saved_products(products)
     last = products[-1].n if products and len(products) % 2 else 0
     sharded = sum(p.n for p in saved) - last

@@ -185,8 +185,8 @@ def test_megatrons_kernels_on_one_data_rank_are_megatron_lm() -> None:
 
 @pytest.mark.parametrize(("name", "size"), LOW_PRECISION_BYTES.items())
 def test_low_precision_saves_linear_inputs_in_its_format(name: str, size: float) -> None:
-    """By hand: both norms' outputs and the activated features shrink; attention's output is saved
-    once more, unless core attention is recomputed."""
+    """Count by hand: both norms' outputs and the activated features shrink; attention's output is
+    saved once more, unless core attention is recomputed."""
     graph = graph_of(LLAMA_8B)
     fewer, hidden, features = size - 2, 4096, 14336
     for mode, attention in (("none", size), ("selective", fewer)):

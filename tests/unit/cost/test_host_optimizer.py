@@ -1,4 +1,5 @@
-"""What an optimizer in host memory takes and saves under each engine, against figures by hand."""
+"""Compare what an optimizer in host memory takes and saves, under each engine, with figures by
+hand."""
 
 from __future__ import annotations
 

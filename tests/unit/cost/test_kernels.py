@@ -131,7 +131,7 @@ def test_attention_of_a_hopper_is_what_was_measured(
 
 
 def test_a_chip_that_is_not_listed_lies_between_an_a100_and_an_h100() -> None:
-    """By FlashAttention-2's rates: 195 and 175 TFLOP/s at a peak of 312, 342 and 322 at 989."""
+    """Take FlashAttention-2's rates: 195 and 175 TFLOP/s at a peak of 312, 342 and 322 at 989."""
 
     def rates(peak: float) -> tuple[float, ...]:
         gpu = dataclasses.replace(
