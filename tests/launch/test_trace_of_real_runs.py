@@ -1,9 +1,11 @@
-"""`explain --trace` of real runs on this CPU: a planted slow layer and a late rank are
+"""`explain --trace` of real runs on this CPU: a planted slow layer, late rank and slow link are
 each named first."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,20 @@ from tests.launch import profiled_loop_worker
 from tests.parity.harness import must, shardwright
 
 WORKER = Path(profiled_loop_worker.__file__)
+SLOW_WRITES = """\
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/uio.h>
+#include <unistd.h>
+/* A link of 1 MB/s: gloo sends with writev. Small messages, such as the store's, go at once. */
+ssize_t writev(int fd, const struct iovec *parts, int count) {
+  static ssize_t (*real)(int, const struct iovec *, int);
+  if (!real) real = dlsym(RTLD_NEXT, "writev");
+  ssize_t sent = real(fd, parts, count);
+  if (sent > 4096) usleep(sent);
+  return sent;
+}
+"""
 
 
 def recipe(folder: Path, ranks: int) -> Path:
@@ -45,11 +61,13 @@ def recipe(folder: Path, ranks: int) -> Path:
     return path
 
 
-def profiled(folder: Path, ranks: int, planted: str) -> list[Path]:
+def profiled(folder: Path, ranks: int, planted: str, **environment: str) -> list[Path]:
     """Train, and return the trace of each rank."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(WORKER), str(folder), planted]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env={**os.environ, **environment}
+    )
     assert done.returncode == 0, done.stderr
     return [folder / f"{rank}.json" for rank in range(ranks)]
 
@@ -91,3 +109,16 @@ def test_a_late_rank_is_named_first_and_corrects_the_plan(tmp_path: Path) -> Non
     path.write_text(json.dumps(document))
     told = json.loads(must(shardwright("estimate", path, "--json")).stdout)
     assert told["time"]["step_seconds"] == pytest.approx(found["step"]["measured_seconds"])
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_slow_link_is_named_first(tmp_path: Path) -> None:
+    source, library = tmp_path / "slow.c", tmp_path / "slow.so"
+    source.write_text(SLOW_WRITES)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    traces = profiled(tmp_path, 2, "none", LD_PRELOAD=str(library))
+    found, first = explained(tmp_path, 2, traces)
+    assert first.startswith("  1. slow link: the link of ranks 0, 1 is slow: all-reduce reaches")
+    (link, *_) = found["causes"]
+    assert link["kind"] == "slow_link" and link["seconds"] > 0.5
