@@ -7,11 +7,15 @@ an exit code.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from shardwright import __version__
@@ -124,6 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A name that the terminal's encoding lacks shall not end a command.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, _interrupt)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -153,6 +160,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(missing_import(error, f"`{arguments[0]}`") or error)
     except Exception as error:
         return _failed(error)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt as soon as no module is half imported: libraries swallow what is
+    raised within their imports, and C++ that torch's imports call ends the process by it."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    if frame is None:
+        raise KeyboardInterrupt
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    again = threading.Timer(0.05, signal.pthread_kill, (main_thread, signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def _dispatch(arguments: list[str]) -> int:
