@@ -398,11 +398,18 @@ def test_interrupted_compile_leaves_nothing(tmp_path: Path) -> None:
     find_spec("torch")  # where it is missing, tests/missing_packages.py skips this test here
     (tmp_path / "r.yaml").write_text(GOOD)
     command = [sys.executable, "-m", "shardwright", "compile", "r.yaml", "-o", "a/out"]
+    cache = {"SHARDWRIGHT_CACHE": str(tmp_path.with_name("empty"))}  # no graph: it needs torch
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=os.environ | cache,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch_cpu" not in maps.read_text():  # then it is within the import of torch
+        assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
