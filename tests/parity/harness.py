@@ -22,7 +22,11 @@ from shardwright.utils.numeric_difference import (
     max_series_diff,
     state_dict_max_abs_diff,
 )
-from shardwright.verify.reference_run import Rows, add_reference_lora
+from shardwright.verify.reference_run import (
+    Rows,
+    add_reference_lora,
+    add_reference_low_precision,
+)
 from tests import warm
 from tests.figures import lines_apart
 from tests.parity.models import MIXTURES, MODELS
@@ -70,6 +74,8 @@ class Case:
     target: str = "deepspeed"
     balance: float = 0.0
     freeze: tuple[str, ...] = ()
+    low_precision: str = "none"
+    low_precision_keep: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -101,6 +107,8 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "steps": STEPS,
             "precision": case.precision,
             "gradient_accumulation_dtype": case.accumulation_dtype,
+            "low_precision": case.low_precision,
+            "low_precision_keep": list(case.low_precision_keep),
             "optimizer": {
                 "name": "adamw",
                 "lr": LR,
@@ -232,8 +240,16 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
         parameter.requires_grad_(not any(fnmatchcase(name, each) for each in case.freeze))
     if case.lora_rank:
         model = with_adapters(model, case)
+    if case.low_precision != "none":
+        stack = "transformer.h" if hasattr(model, "transformer") else "model.layers"
+        tensor = case.tensor if case.low_precision == "fp8_tensorwise" else 1
+        torchao_name = case.low_precision.removeprefix("fp8_")
+        assert add_reference_low_precision(
+            model, stack, torchao_name, case.low_precision_keep, tensor
+        )
     if case.lora_dropout:
         draw_in_turns(model, case.data)
+    if case.lora_dropout or case.low_precision != "none":  # as the ranks: a micro-batch at a time
         blocks = [
             [
                 {n: x[i : i + case.micro] for n, x in b.items()}

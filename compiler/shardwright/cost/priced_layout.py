@@ -19,7 +19,7 @@ from shardwright.cost.vision_encoder_flops import vision_encoder_activation_byte
 from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import norms_are_fused, traits_of
 from shardwright.engines.run_profiles import KernelProfile, kernel_profile
-from shardwright.layout.formats import LOW_PRECISION_BYTES, accumulation_dtype, element_bytes
+from shardwright.layout.formats import LOW_PRECISION_FORMATS, accumulation_dtype, element_bytes
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
 from shardwright.layout.layout import Layout, chunk_length
@@ -178,6 +178,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
     kernels = kernel_profile(recipe.assume.kernels, graph.model_type, recipe.target)
 
     traits = traits_of(recipe.target, recipe.assume.kernels, strategy)
+    low = LOW_PRECISION_FORMATS.get(recipe.training.low_precision)
 
     def saved(checkpointing: LayerCheckpointing) -> SavedActivations:
         length = recipe.training.sequence_length
@@ -195,7 +196,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
             checkpointing,
             kernels,
             norms_are_fused=fused,
-            linear_input_bytes=LOW_PRECISION_BYTES.get(recipe.training.low_precision),
+            linear_input_bytes=None if low is None else low.input_bytes,
         )
         return _add_vision_encoder(
             problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)

@@ -97,6 +97,7 @@ class Engine:
     waived_rules: codes of rules about modules of this project that the engine does without
     key_errors: checks the recipe's keys that no axis and no field above covers
     axes: keys of a layout, beyond those of every engine, that the engine has
+    low_precision: formats of `training.low_precision` -> the engine's own names for them
     compiles_layers: the engine runs `model.kernels: compile`
     transformer_engine: decides whether ranks use layers of Transformer Engine; None without them
     types: model types that the engine has modules of its own for; None where Hugging Face's run
@@ -128,6 +129,7 @@ class Engine:
     optimizers: Mapping[str, str] = field(default_factory=dict)
     refusal_code: str = "SW1922"
     refusal_reasons: Mapping[str, str] = field(default_factory=dict)
+    low_precision: Mapping[str, str] = field(default_factory=dict)
     compiles_layers: bool = False
     transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
     tasks: frozenset[TaskName] = frozenset({"causal-lm"})
@@ -144,6 +146,7 @@ class Engine:
         return {
             "training.precision": self.precisions,
             "training.optimizer.name": tuple(self.optimizers),
+            "training.low_precision": ("none", *self.low_precision),
             "model.task": tuple(sorted(self.tasks)),
         }
 

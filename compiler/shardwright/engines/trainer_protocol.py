@@ -63,11 +63,13 @@ class ParameterShard:
     shape: before any flattening over data ranks
     resident_bytes: bytes in memory, in the compute dtype
     is_trained: gets gradients
+    in_low_precision: the products with it run in the plan's low precision
     """
 
     shape: tuple[int, ...]
     resident_bytes: int
     is_trained: bool
+    in_low_precision: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -331,6 +331,7 @@ def _versions(x: HostCheckInput) -> HostCheck:
     planned = {name: x.plan.versions[name] for name in (*tested_versions(x.plan), "shardwright")}
     optional = {
         "peft": x.plan.lora is not None,
+        "torchao": x.plan.low_precision is not None and bool(engine_of(x.plan).low_precision),
         "flash_attn": x.plan.model.attention == FLASH_ATTENTION_2,
         DEEPEP_MODULE: x.plan.strategy.expert_dispatcher == "deepep",
     }

@@ -28,6 +28,7 @@ from shardwright.utils.installation import (
     missing_deepep,
     missing_flash_attention,
     missing_peft,
+    missing_torchao,
 )
 
 # Locks of torch's extension builds that nobody holds any more.
@@ -125,6 +126,8 @@ def check_preflight(plan: Plan, folder: Path, hostfile: Path | None) -> None:
 
 def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
     if plan.lora is not None and (absent := missing_peft()):
+        yield absent
+    if engine_of(plan).low_precision and plan.low_precision and (absent := missing_torchao()):
         yield absent
     if plan.model.attention == FLASH_ATTENTION_2 and (absent := missing_flash_attention()):
         yield absent

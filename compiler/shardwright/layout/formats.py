@@ -68,16 +68,38 @@ FORMATS: Mapping[str, Format] = {
     ),
 }
 
-LOW_PRECISION_BYTES: Mapping[str, float] = {
-    "fp8_tensorwise": 1.0,
-    "fp8_rowwise": 1.0,
-    "fp8_blockwise": 1 + 4 / 128,
-    "mxfp8": 1 + 1 / 32,
-    "nvfp4": 0.5 + 1 / 16,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecisionFormat:
+    """Describe a format of `training.low_precision`, in which linear layers' products run.
+
+    input_bytes: of an element of a linear's input, with its part of the scales
+    peak: the key of the GPU's `peak_tflops`
+    width_multiple: what kernels want the widths of a linear to be divisible by
+    scales_depend_on_layout: one scale is for a whole tensor of a rank, so that other layouts round
+        otherwise
+    """
+
+    input_bytes: float
+    peak: str
+    width_multiple: int
+    scales_depend_on_layout: bool = False
+
+
+LOW_PRECISION_FORMATS: Mapping[str, LowPrecisionFormat] = {
+    "fp8_tensorwise": LowPrecisionFormat(
+        input_bytes=1, peak="fp8", width_multiple=16, scales_depend_on_layout=True
+    ),
+    "fp8_rowwise": LowPrecisionFormat(input_bytes=1, peak="fp8", width_multiple=16),
+    # One scale of four bytes for 128 elements (arXiv 2412.19437, 3.3.2).
+    "fp8_blockwise": LowPrecisionFormat(input_bytes=1 + 4 / 128, peak="fp8", width_multiple=128),
+    # One scale of a byte for 32 elements (OCP MX 1.0).
+    "mxfp8": LowPrecisionFormat(input_bytes=1 + 1 / 32, peak="fp8", width_multiple=32),
+    # One scale of a byte for 16 elements (arXiv 2509.25149).
+    "nvfp4": LowPrecisionFormat(
+        input_bytes=0.5 + 1 / 16, peak="fp4", width_multiple=32, scales_depend_on_layout=True
+    ),
 }
-"""Counts the bytes of an element of linear layers' inputs in `training.low_precision`, with its
-part of the scales: one of four bytes for 128 elements (arXiv 2412.19437, 3.3.2), one byte for 32
-(OCP MX 1.0) or for 16 (NVFP4)."""
 
 
 def element_bytes(name: str) -> int:

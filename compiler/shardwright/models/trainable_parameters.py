@@ -76,10 +76,20 @@ def adapted_modules(graph: ModelGraph, lora: LoraSection) -> tuple[str, ...]:
 
 def default_target_modules(graph: ModelGraph) -> tuple[str, ...]:
     """Return the modules that `target_modules: auto` means."""
-    names = dict.fromkeys(
-        _module(p) for layer in graph.layers if layer.kind == "decoder" for p in _matrices(layer)
-    )
-    return tuple(n for n in names if n != "gate" and not any(part in n for part in _NOT_LINEAR))
+    paths = (path for layer in graph.layers for path in linear_modules(layer))
+    return tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+
+
+def linear_modules(layer: Layer) -> dict[str, tuple[int, ...]]:
+    """Return path -> weight shape of a decoder layer's linears: routers, norms, embeddings and
+    stacks of experts are none."""
+    if layer.kind != "decoder":
+        return {}
+    return {
+        p.name.removesuffix(".weight"): p.shape
+        for p in _matrices(layer)
+        if (name := _module(p)) != "gate" and not any(part in name for part in _NOT_LINEAR)
+    }
 
 
 def adapter_sizes(layer: Layer, names: tuple[str, ...], rank: int) -> tuple[int, ...]:

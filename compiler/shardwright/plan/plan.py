@@ -138,6 +138,14 @@ class PlanLora(LoraSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLowPrecision:
+    """Hold the format of `training.low_precision` and the paths of the linears that run in it."""
+
+    format: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRank:
     """Place one rank on a node and in the layout.
 
@@ -242,6 +250,7 @@ class Plan:
     tracking: TrackingSection | None = None
     validation: ValidationSection | None = None
     lora: PlanLora | None = None
+    low_precision: PlanLowPrecision | None = None
     digests: Mapping[str, str]
     experts: tuple[str, ...] = ()
     outer: PlanDiLoCo | None = None
@@ -407,6 +416,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["model"]["transformer_engine"]
     if not plan.model.frozen:
         del document["model"]["frozen"]
+    if plan.low_precision is None:
+        del document["low_precision"]
     if plan.outer is None:
         del (
             document["outer"],

@@ -15,6 +15,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.models.expert_modules import expert_modules
+from shardwright.models.low_precision_modules import low_precision_modules
 from shardwright.models.model_files import RemoteCode, WeightsLocation
 from shardwright.models.model_graph import Layer, ModelGraph
 from shardwright.models.trainable_parameters import (
@@ -29,6 +30,7 @@ from shardwright.plan.plan import (
     PlanCheckpoint,
     PlanDiLoCo,
     PlanLora,
+    PlanLowPrecision,
     PlanModel,
     PlanRank,
     PlanRouterAuxLoss,
@@ -311,6 +313,12 @@ def build_plan(
             v, data=plan_data(v.data, has_images=graph.task_traits.has_images)
         ),
         lora=plan_lora(recipe, graph),
+        low_precision=None
+        if training.low_precision == "none"
+        else PlanLowPrecision(
+            format=training.low_precision,
+            modules=low_precision_modules(graph, training, is_emulated=cluster.gpu.is_cpu),
+        ),
         digests={},
         experts=tuple(expert_modules(graph)) if strategy.shards_experts else (),
         outer=None

@@ -125,6 +125,7 @@ _LATER_KEYS = (
     ("parallelism", "expert_overlap", "auto"),
     ("assume", "expert_imbalance", "auto"),
     ("training", "low_precision", "none"),
+    ("training", "low_precision_keep", []),
 )
 """Keys that older recipes lack, with their default: said or left out, it is the same recipe."""
 

@@ -199,7 +199,8 @@ class TrainingFields:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection(TrainingFields):
     """Holds the recipe's training section, with exactly one of steps, tokens, epochs.
-    global_batch_size: per island. outer: None without islands."""
+    global_batch_size: per island. outer: None without islands. low_precision_keep: linears that
+    compute in `precision`, by path, name or pattern."""
 
     tokens: int | None
     optimizer: OptimizerSection
@@ -207,6 +208,7 @@ class TrainingSection(TrainingFields):
     days_at_most: float | None
     outer: OuterSection | None = None
     low_precision: LowPrecision = "none"
+    low_precision_keep: tuple[str, ...] = ()
 
     @property
     def step_count_or_zero(self) -> int:

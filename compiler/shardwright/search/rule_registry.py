@@ -13,6 +13,7 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.search import (
     attention_rules,
     layout_rules,
+    low_precision_rules,
     moe_rules,
     runnable_recipes,
     training_rules,
@@ -120,6 +121,12 @@ RUNTIME_RULES: dict[str, Rule] = {
         "gradient_accumulation_steps",
     ),
     "SW3183": rule(vision_rules.contrastive_verified, "activation_checkpointing"),
+    "SW3185": rule(low_precision_rules.gpu_has_low_precision),
+    "SW3186": rule(low_precision_rules.low_precision_beside),
+    "SW3187": rule(low_precision_rules.kept_linears_exist),
+    "SW3188": rule(low_precision_rules.low_precision_converts),
+    "SW3189": rule(low_precision_rules.tensor_ranks_keep_widths, "tensor"),
+    "SW3190": rule(low_precision_rules.scales_depend_on_layout),
     "SW3191": rule(training_rules.noise_scale_verified, "context", "expert", "pipeline"),
     "SW3192": rule(
         training_rules.noise_scale_has_two_batch_sizes,

@@ -137,18 +137,6 @@ SUPPORTED_VALUES: tuple[SupportedValues, ...] = (
             ("expert_imbalance", lambda r: r.assume.expert_imbalance, (None,)),
         )
     ),
-    *(
-        SupportedValues(
-            code="SW1909",
-            key=key,
-            value=value,
-            allowed=allowed,
-            help=f"Leave it out. {CAN_BE_ESTIMATED}",
-        )
-        for key, value, allowed in (
-            (("training", "low_precision"), lambda r: r.training.low_precision, ("none",)),
-        )
-    ),
     SupportedValues(
         code="SW1925",
         key=("model", "transformer_engine"),

@@ -31,6 +31,7 @@ def engine_recipe_errors(engine: Engine, recipe: Recipe) -> tuple[Diagnostic, ..
     values = {
         "training.precision": recipe.training.precision,
         "training.optimizer.name": recipe.training.optimizer.name,
+        "training.low_precision": recipe.training.low_precision,
         "model.task": recipe.model.task,
     }
     errors = []

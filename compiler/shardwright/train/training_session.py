@@ -80,6 +80,7 @@ class PlannedParameter:
 
     shape: tuple[int, ...]
     is_trained: bool
+    in_low_precision: bool = False
 
 
 def planned_parameters(
@@ -97,6 +98,8 @@ def planned_parameters(
     outside = {"embedding": plan.model.embedding_modules, "head": plan.model.head_modules}
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     paths = {path for layer in layers for path in outside.get(layer, (layer,))}
+    low = plan.low_precision
+    converted = frozenset() if low is None else frozenset(f"{m}.weight" for m in low.modules)
     found: dict[str, PlannedParameter] = {}
     for parameter in (p for module in plan.tensor_parallel.modules for p in module.parameters):
         name, shape = parameter.name, parameter.shard_shape(at.tensor)
@@ -107,7 +110,9 @@ def planned_parameters(
             shape = (shape[0] // cut, *shape[1:])
         shape = shape[::-1] if name in transposed else shape or (1,)
         is_trained = plan.lora is None and not plan.model.is_frozen(name)
-        found[first.get(name, name)] = PlannedParameter(shape=shape, is_trained=is_trained)
+        found[first.get(name, name)] = PlannedParameter(
+            shape=shape, is_trained=is_trained, in_low_precision=name in converted
+        )
     adapters = planned_adapters(plan, transposed)
     return found | {
         name: PlannedParameter(shape=shape, is_trained=True) for name, shape in adapters.items()
@@ -121,7 +126,9 @@ def check_parameters(
     planned = planned_parameters(plan, rank, transposed)
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     live = {
-        first.get(name, name): PlannedParameter(shape=p.shape or (1,), is_trained=p.is_trained)
+        first.get(name, name): PlannedParameter(
+            shape=p.shape or (1,), is_trained=p.is_trained, in_low_precision=p.in_low_precision
+        )
         for name, p in held.items()
     }
     differences = [
@@ -145,19 +152,23 @@ def check_parameters(
 def _parameter_text(p: PlannedParameter | None) -> str:
     if p is None:
         return "absent"
-    return f"{'trained' if p.is_trained else 'frozen'} {'x'.join(map(str, p.shape))}"
+    text = f"{'trained' if p.is_trained else 'frozen'} {'x'.join(map(str, p.shape))}"
+    return f"{text} in low precision" if p.in_low_precision else text
 
 
 def parameter_counts(held: Mapping[str, ParameterShard]) -> dict[str, JsonValue]:
-    """Return tensors and elements that this rank trains or freezes, before ZeRO shards them."""
-    counts: dict[str, JsonValue] = {}
-    for kind, is_trained in (("trained", True), ("frozen", False)):
-        shapes = [p.shape for p in held.values() if p.is_trained == is_trained]
-        counts[kind] = {
-            "tensors": len(shapes),
-            "elements": sum(math.prod(shape) for shape in shapes),
-        }
-    return counts
+    """Return tensors and elements that this rank trains, freezes and, where there are any,
+    multiplies in low precision; before ZeRO shards them."""
+    kinds = {
+        "trained": [p.shape for p in held.values() if p.is_trained],
+        "frozen": [p.shape for p in held.values() if not p.is_trained],
+        "low_precision": [p.shape for p in held.values() if p.in_low_precision],
+    }
+    return {
+        kind: {"tensors": len(shapes), "elements": sum(math.prod(shape) for shape in shapes)}
+        for kind, shapes in kinds.items()
+        if shapes or kind != "low_precision"
+    }
 
 
 class Session:
@@ -381,7 +392,7 @@ def rank_record(held: Mapping[str, ParameterShard], rank: int) -> dict[str, Json
 
     parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this rank's partitions)
     shapes: Hugging Face name -> the shape of this rank's part, before ZeRO flattens it
-    trained, frozen: their tensors and elements
+    trained, frozen, low_precision: their tensors and elements; the last where linears run in it
     """
     return {
         "rank": rank,

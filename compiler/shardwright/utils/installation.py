@@ -41,6 +41,7 @@ EXTRAS: dict[str, str] = {
     "megatron": "megatron",
     **dict.fromkeys(("PIL", "num2words"), "vision"),
     "peft": "lora",
+    "torchao": "low-precision",
     **dict.fromkeys(
         ("datasets", "pyarrow", "google", "sentencepiece", "tiktoken", "zstandard"), "data"
     ),
@@ -79,6 +80,14 @@ def missing_peft() -> Diagnostic | None:
     message = "the run trains LoRA adapters, and peft is not installed here"
     help = f"{install_command('peft')}, on every host of the run."
     return _missing("peft", Diagnostic(code="SW6251", message=message, help=help, key=("lora",)))
+
+
+def missing_torchao() -> Diagnostic | None:
+    """Return an error where torchao, whose linears compute in low precision, is not installed."""
+    message = "the run trains in low precision, and torchao is not installed here"
+    help = f"{install_command('torchao')}, on every host of the run."
+    key = ("training", "low_precision")
+    return _missing("torchao", Diagnostic(code="SW6017", message=message, help=help, key=key))
 
 
 def missing_flash_attention() -> Diagnostic | None:

@@ -189,6 +189,11 @@ DEEPSPEED = Engine(
     ),
     precisions=("bf16", "fp16", "fp32"),
     optimizers=OPTIMIZER_NAMES,
+    # torchao's names (Float8LinearConfig.from_recipe_name).
+    low_precision={"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"},
+    refusal_reasons={
+        "training.low_precision": "torchao's linears of this format are prototypes for single GPUs"
+    },
     rules=RULES,
     key_errors=extra_errors,
     axes=frozenset({"context", "expert"}),

@@ -19,6 +19,7 @@ from shardwright.engines.deepspeed.deepspeed_groups import drop_hpz_copies
 from shardwright.engines.trainer_protocol import OwnedShard, ParameterShard
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.lora_adapters import unique_parameters
+from shardwright.parallel.low_precision_linears import low_precision_weights
 from shardwright.parallel.parameter_names import is_padding, named_buffers, named_parameters
 from shardwright.plan.plan import Plan
 
@@ -94,14 +95,17 @@ def set_loss_scale(engine: Any, saved: dict[str, float]) -> None:
 
 def parameter_shards(module: nn.Module) -> dict[str, ParameterShard]:
     """Return this rank's shard of each parameter, by Hugging Face name."""
-    held = {}
+    held, in_low_precision = {}, low_precision_weights(module)
     for name, p in unique_parameters(
         (name, p) for name, p in module.named_parameters() if not is_padding(p)
     ).items():
         # ds_tensor is ZeRO-3's own partition of the parameter.
         resident = getattr(p, "ds_tensor", p).numel() * p.element_size()
         held[name] = ParameterShard(
-            shape=_shard_shape(p), resident_bytes=resident, is_trained=p.requires_grad
+            shape=_shard_shape(p),
+            resident_bytes=resident,
+            is_trained=p.requires_grad,
+            in_low_precision=id(p) in in_low_precision,
         )
     return held
 

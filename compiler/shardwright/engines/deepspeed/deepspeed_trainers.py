@@ -65,6 +65,7 @@ from shardwright.parallel.layer_compile_and_recompute import (
     compile_layers,
 )
 from shardwright.parallel.lora_adapters import add_adapters
+from shardwright.parallel.low_precision_linears import convert_linears
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import (
     DTYPES,
@@ -450,6 +451,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
         lambda n, count: local_expert_range(plan, at, n, count),
     )
     add_adapters(model, plan, transposed)
+    convert_linears(model, plan)
     experts = build_expert_sharder(plan, model)
     context: dist.ProcessGroup | None = None
     if plan.strategy.context > 1:

@@ -89,8 +89,12 @@ REFERENCE = Engine(
     ),
     precisions=PRECISIONS,
     optimizers={"adamw": "AdamW"},
+    low_precision={"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"},
     refusal_code="SW1921",
-    refusal_reasons={"training.precision": "fp16 needs a loss scale, which it does not have"},
+    refusal_reasons={
+        "training.precision": "fp16 needs a loss scale, which it does not have",
+        "training.low_precision": "torchao's linears of this format are prototypes for single GPUs",
+    },
     rules=RULES,  # SW1921 refuses `extra`
     tasks=frozenset({"causal-lm", "image-text-to-text"}),
     automatic=False,

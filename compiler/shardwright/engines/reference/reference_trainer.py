@@ -24,6 +24,7 @@ from shardwright.parallel.distributed_losses import (
 from shardwright.parallel.expert_parallel import micro_batch_weight, router_balance
 from shardwright.parallel.layer_compile_and_recompute import apply_activation_checkpointing
 from shardwright.parallel.lora_adapters import add_adapters, unique_parameters
+from shardwright.parallel.low_precision_linears import convert_linears, low_precision_weights
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import DTYPES, conv1d_to_linear, open_model
 from shardwright.parallel.parameter_names import named_buffers, named_parameters
@@ -41,6 +42,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Referen
     # Before the adapters, which are initialized already.
     WeightLoader(model, weights, {}, transposed, 0).fill([""])
     add_adapters(model, plan, transposed)
+    convert_linears(model, plan)
     apply_activation_checkpointing(model, plan)
     return ReferenceTrainer(plan, model, transposed)
 
@@ -108,11 +110,13 @@ class ReferenceTrainer:
             yield _unsharded(name, buffer, {"value": buffer})
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
+        in_low_precision = low_precision_weights(self.engine)
         return {
             name: ParameterShard(
                 shape=tuple(p.shape),
                 resident_bytes=p.numel() * p.element_size(),
                 is_trained=p.requires_grad,
+                in_low_precision=id(p) in in_low_precision,
             )
             for name, p in unique_parameters(self.engine.named_parameters()).items()
         }

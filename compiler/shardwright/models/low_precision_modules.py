@@ -1,0 +1,50 @@
+"""Find the linears of a model whose products run in `training.low_precision`."""
+
+from __future__ import annotations
+
+import functools
+from fnmatch import fnmatchcase
+
+from shardwright.layout.formats import LOW_PRECISION_FORMATS
+from shardwright.models.model_graph import Layer, ModelGraph
+from shardwright.models.trainable_parameters import linear_modules
+from shardwright.recipe.recipe_types import TrainingSection
+
+
+def low_precision_modules(
+    graph: ModelGraph, training: TrainingSection, *, is_emulated: bool
+) -> tuple[str, ...]:
+    """Return the paths of the linears that the recipe's low precision converts, in the model's
+    order; () without one.
+
+    is_emulated: no kernel runs, so that widths of any size do
+    """
+    if training.low_precision == "none":
+        return ()
+    return tuple(
+        path
+        for layer in graph.layers
+        for path in _converted(
+            layer, training.low_precision, training.low_precision_keep, is_emulated
+        )
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _converted(
+    layer: Layer, low_precision: str, keep: tuple[str, ...], is_emulated: bool
+) -> tuple[str, ...]:
+    multiple = 1 if is_emulated else LOW_PRECISION_FORMATS[low_precision].width_multiple
+    return tuple(
+        path
+        for path, shape in linear_modules(layer).items()
+        if not any(width % multiple for width in shape)
+        and not any(keeps(entry, path) for entry in keep)
+    )
+
+
+def keeps(entry: str, path: str) -> bool:
+    """Return whether an entry of `training.low_precision_keep` names a module: by its path, by the
+    path's last part, or by a module around it. `*` matches dots too."""
+    names = (path, path.rpartition(".")[2])
+    return any(fnmatchcase(name, entry) for name in names) or fnmatchcase(path, f"{entry}.*")
