@@ -22,11 +22,7 @@ from shardwright.utils.numeric_difference import (
     max_series_diff,
     state_dict_max_abs_diff,
 )
-from shardwright.verify.reference_run import (
-    Rows,
-    add_reference_lora,
-    add_reference_low_precision,
-)
+from shardwright.verify.reference_run import Rows, add_reference_lora
 from tests import warm
 from tests.figures import lines_apart
 from tests.parity.models import MIXTURES, MODELS
@@ -241,6 +237,8 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
     if case.lora_rank:
         model = with_adapters(model, case)
     if case.low_precision != "none":
+        from tests.parity.low_precision import add_reference_low_precision
+
         stack = "transformer.h" if hasattr(model, "transformer") else "model.layers"
         tensor = case.tensor if case.low_precision == "fp8_tensorwise" else 1
         torchao_name = case.low_precision.removeprefix("fp8_")

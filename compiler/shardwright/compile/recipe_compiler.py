@@ -35,6 +35,7 @@ from shardwright.launch.launchers.launcher_table import (
 from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout import Candidate
 from shardwright.layout.layout_estimate import Estimate, PredictionError
+from shardwright.layout.low_precision_modules import low_precision_modules
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.tensor_parallel_map import tensor_parallel_map, with_unsplit_experts
@@ -281,6 +282,14 @@ def _build_plan(
         from shardwright.models.model_probe import check_lora_adapters
 
         check_lora_adapters(problem.graph, problem.recipe.lora)
+    if engine.low_precision and (
+        converted := low_precision_modules(
+            graph, recipe.training, is_emulated=problem.cluster.gpu.is_cpu
+        )
+    ):
+        from shardwright.models.model_probe import check_low_precision
+
+        check_low_precision(graph, converted)
     if errors := (
         *check_training_data(recipe, graph),
         *check_checkpoint_folder(recipe.checkpoint.directory),

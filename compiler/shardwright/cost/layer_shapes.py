@@ -44,12 +44,14 @@ class Product:
     batch: local experts (1 elsewhere)
     in_attention: belongs to the attention module
     module: the module of recompute_modules that contains it; "" where none does
+    name: its path within the layer
     """
 
     n: int
     k: int
     batch: int
     in_attention: bool
+    name: str
     module: RecomputeModule | Literal[""] = ""
 
 
@@ -281,6 +283,7 @@ def _split_layer(
                 _recompute_module(
                     layer, p, p.name.startswith(attention), has_experts=bool(experts)
                 ),
+                p.name[len(layer.name) + 1 :].removesuffix(".weight"),
             )
             for p, shape in shards
             if len(shape) in (2, 3)
@@ -332,6 +335,7 @@ def _product(
     transposed: bool,
     in_attention: bool,
     module: RecomputeModule | Literal[""],
+    name: str,
 ) -> Product:
     out, into = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
     return Product(
@@ -340,6 +344,7 @@ def _product(
         batch=shape[0] if len(shape) == 3 else 1,
         in_attention=in_attention,
         module=module,
+        name=name,
     )
 
 

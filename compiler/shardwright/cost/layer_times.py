@@ -54,6 +54,7 @@ from shardwright.engines.run_profiles import kernel_profile
 from shardwright.layout.formats import FORMATS, element_bytes
 from shardwright.layout.gpu_cluster import Gpu
 from shardwright.layout.layout import Layout
+from shardwright.layout.low_precision_modules import low_precision_shares
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import is_decoder_frozen
@@ -111,7 +112,7 @@ def _layer_seconds_shared_key(
             recipe.assume.kernels,
             recipe.assume.mfu,
             recipe.assume.expert_imbalance,
-            recipe.training.low_precision,
+            (recipe.training.low_precision, recipe.training.low_precision_keep),
             recipe.lora is not None,
             recipe.model.freeze,
             largest_image_sequence(recipe, graph),
@@ -179,6 +180,9 @@ class _MicroBatchCosts:
         self.mfu = recipe.assume.mfu
         self.imbalance = expert_imbalance(recipe)
         self.low_precision_gain = low_precision_gain(gpu, recipe.training.low_precision)
+        self.low_precision_shares = low_precision_shares(
+            graph, recipe.training, is_emulated=gpu.is_cpu
+        )
         self.traits = traits_of(recipe.target, recipe.assume.kernels, s)
         # Frozen weights have no gradient; the adapters' own products are a few percent.
         self.frozen = recipe.lora is not None or is_decoder_frozen(graph, recipe.model.freeze)
@@ -475,12 +479,20 @@ class _MicroBatchCosts:
         batch: products of so many rows
         """
         gain = self.low_precision_gain
-        if gain == 1.0:
+        share = (
+            self.low_precision_shares.get(p.name, 0.0)
+            if p.batch == 1
+            else float(self.traits.low_precision_experts)
+        )
+        if gain == 1.0 or share == 0.0:
             return forward, backward
         moved = self.c.low_precision_cast_bytes * batch
         ahead = traffic_seconds(self.device, self.c, moved * (rows + p.n) * p.k)
         back = traffic_seconds(self.device, self.c, moved * rows * p.n)
-        return forward / gain + ahead, backward / gain + back
+        return (
+            (1 - share) * forward + share * (forward / gain + ahead),
+            (1 - share) * backward + share * (backward / gain + back),
+        )
 
     def _skipped_product(self, kind: LayerShape, *, in_attention: bool) -> float:
         """Return forward seconds of the last product, where recomputation skips it (see

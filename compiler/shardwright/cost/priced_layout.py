@@ -178,7 +178,11 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
     kernels = kernel_profile(recipe.assume.kernels, graph.model_type, recipe.target)
 
     traits = traits_of(recipe.target, recipe.assume.kernels, strategy)
-    low = LOW_PRECISION_FORMATS.get(recipe.training.low_precision)
+    low = (
+        LOW_PRECISION_FORMATS.get(recipe.training.low_precision)
+        if traits.low_precision_inputs_saved
+        else None
+    )
 
     def saved(checkpointing: LayerCheckpointing) -> SavedActivations:
         length = recipe.training.sequence_length

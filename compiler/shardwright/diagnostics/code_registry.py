@@ -246,6 +246,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3204": "no cluster meets the deadline",
     "SW3220": "a learning rate of 0 leaves updates untrained",
     "SW3221": "LoRA's adapters do not train on a tiny copy of the model",
+    "SW3222": "low precision does not reach a linear of the model",
     "SW3303": "a question about a layout that cannot be read",
     "SW3311": "a trace or memory snapshot cannot be read",
     "SW3312": "the file is no torch profiler trace",

@@ -52,6 +52,8 @@ class EngineTraits:
         accumulates them, and updates one tensor while others are on the link, in fp32 both ways
     fabric: the fabric behind these traits, where the recipe names none
     context_gathers_kv: context ranks gather keys and values, instead of all-to-alls of heads
+    low_precision_experts: stacks of experts multiply in low precision, too
+    low_precision_inputs_saved: linears save their inputs for the backward pass in low precision
     chunked_loss, hpz: the engine supports them
     """
 
@@ -68,6 +70,8 @@ class EngineTraits:
     chunked_loss: bool
     hpz: bool
     context_gathers_kv: bool = False
+    low_precision_experts: bool = False
+    low_precision_inputs_saved: bool = False
     frees_gradients_after_add: bool = False
     balances_stages_by_matmul_flops: bool = False
     pipeline_raises_launch_cost: bool = False

@@ -11,8 +11,10 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
@@ -346,6 +348,51 @@ def _why_not_adapted(
             )
         except Exception as error:  # a type's code may raise anything at this size
             return f"it does not run with them ({exception_summary(error, 120)})"
+
+
+def check_low_precision(graph: ModelGraph, paths: tuple[str, ...]) -> None:
+    """Try the linears that low precision converts on a tiny copy. Raises Refusal: SW3222.
+
+    Does nothing for remote code.
+    """
+    if graph.model_type not in CONFIG_MAPPING:
+        return
+    text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
+    attention = "eager" if graph.attention == FLASH_ATTENTION_2 else graph.attention
+    planned = frozenset(map(name_pattern, paths))
+    if why := _why_not_converted(graph.model_type, graph.task, text, attention, planned):
+        raise refusal(
+            "SW3222",
+            f"low precision does not reach a linear of this {graph.model_type!r}: {why}",
+            "Name the linear in training.low_precision_keep.",
+            ("training", "low_precision"),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_converted(
+    model_type: str, task: TaskName, text: str, attention: str, planned: frozenset[str]
+) -> str:
+    """Return what is wrong with a planned module of a tiny copy: it is no linear, or a forward uses
+    its weight without calling it; "" where all are called."""
+    with _isolated_rng():
+        try:
+            model = _random_model(model_type, task, text, attention)
+            ids, beside = task_named(task).shown(model)
+            uncalled = {}
+            for path, module in model.named_modules():
+                if name_pattern(path) not in planned:
+                    continue
+                if type(module) not in (nn.Linear, Conv1D):
+                    return f"{path} is a {type(module).__name__}"
+                uncalled[path] = module
+                module.register_forward_hook(
+                    lambda *_, path=path: uncalled.pop(path, None) and None
+                )
+            logits_of(model, ids, beside)
+        except Exception as error:  # a type's code may raise anything at this size
+            return f"a tiny copy does not run ({exception_summary(error, 120)})"
+    return f"its forward never calls {next(iter(uncalled))}" if uncalled else ""
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.engines.engine_table import engine_of
 from shardwright.plan.plan import Plan
 from shardwright.utils.installation import missing_torchao
 
 
-def convert_linears(model: nn.Module, plan: Plan) -> None:
+def convert_linears(model: nn.Module, plan: Plan, recipes: Mapping[str, str]) -> None:
     """Replace the planned linears in place, before anything is sharded.
+
+    recipes: format -> torchao's name for it
 
     Raises Refusal with SW6017, or SW6260 where a planned module is no linear.
     """
@@ -40,7 +42,7 @@ def convert_linears(model: nn.Module, plan: Plan) -> None:
                 "Nothing was trained. Name it in training.low_precision_keep, and compile again.",
                 ("training", "low_precision"),
             )
-    recipe = engine_of(plan).low_precision[plan.low_precision.format]
+    recipe = recipes[plan.low_precision.format]
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe), emulate=plan.is_cpu, pad_inner_dim=True
     )

@@ -13,9 +13,9 @@ from shardwright.layout.formats import accumulation_dtype, element_bytes
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.low_precision_modules import low_precision_modules
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.low_precision_modules import low_precision_modules
 from shardwright.models.model_files import RemoteCode, WeightsLocation
 from shardwright.models.model_graph import Layer, ModelGraph
 from shardwright.models.trainable_parameters import (

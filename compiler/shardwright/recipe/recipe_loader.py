@@ -120,7 +120,7 @@ def _unusable(path: str, why: str) -> Refusal:
     return refusal("SW1302", message, _MEASURE_HELP, KEY)
 
 
-_LATER_KEYS = (
+_LATER_KEYS: tuple[tuple[str, str, JsonValue], ...] = (
     ("parallelism", "expert_dispatcher", "auto"),
     ("parallelism", "expert_overlap", "auto"),
     ("assume", "expert_imbalance", "auto"),

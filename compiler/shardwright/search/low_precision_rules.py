@@ -5,8 +5,8 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.formats import LOW_PRECISION_FORMATS
 from shardwright.layout.layout import Candidate
+from shardwright.layout.low_precision_modules import keeps, low_precision_modules
 from shardwright.layout.tensor_parallel_map import split_parameter
-from shardwright.models.low_precision_modules import keeps, low_precision_modules
 from shardwright.models.trainable_parameters import linear_modules
 
 _KEY, _KEEP = "training.low_precision", "training.low_precision_keep"

@@ -24,10 +24,6 @@ NO_MORE_RECOMPUTE: dict[str, list[dict[str, Any]]] = {
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
     "assume.expert_imbalance": [{"assume": {"expert_imbalance": 1.0}}],
-    "training.low_precision": [
-        {"training.low_precision": name, "training.precision": "bf16"}
-        for name in ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
-    ],
     "model.transformer_engine": [{"model.transformer_engine": "on"}],
     "parallelism.expert": [{"parallelism.expert": 2, "target": "reference"}],
     "parallelism.context": [{"parallelism.context": 2, "target": "reference"}],
@@ -72,6 +68,8 @@ WITHIN: list[dict[str, Any]] = [
     {"model.loss": "chunked"},
     {"model.attention": "sdpa"},
     {"model.attention": "eager"},
+    {"training.low_precision": "fp8_rowwise"},
+    {"training.low_precision": "fp8_tensorwise", "training.low_precision_keep": ["*.o_proj"]},
     {"launch": {"launcher": "local"}},
     {"launch": {"launcher": "pdsh"}},
     {"launch": {"launcher": "no_ssh"}},

@@ -11,7 +11,7 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layer_shapes import SavedActivations, activations
 from shardwright.cost.layer_times import layer_seconds
 from shardwright.engines.run_profiles import KernelProfile, kernel_profile
-from shardwright.layout.formats import LOW_PRECISION_BYTES
+from shardwright.layout.formats import LOW_PRECISION_FORMATS
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.models.model_graph import ModelGraph, saved_activations_entry
 from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
@@ -183,7 +183,9 @@ def test_megatrons_kernels_on_one_data_rank_are_megatron_lm() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(host, rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "size"), LOW_PRECISION_BYTES.items())
+@pytest.mark.parametrize(
+    ("name", "size"), [(n, row.input_bytes) for n, row in LOW_PRECISION_FORMATS.items()]
+)
 def test_low_precision_saves_linear_inputs_in_its_format(name: str, size: float) -> None:
     """Count by hand: both norms' outputs and the activated features shrink; attention's output is
     saved once more, unless core attention is recomputed."""

@@ -34,6 +34,7 @@ from shardwright.engines.deepspeed.deepspeed_optimizer_shards import (
 )
 from shardwright.engines.deepspeed.deepspeed_patches import patch_deepspeed
 from shardwright.engines.deepspeed.pipeline_module import build_pipeline
+from shardwright.engines.engine_table import engine_of
 from shardwright.engines.fp32_masters import fill_fp32_masters
 from shardwright.engines.trainer_protocol import (
     OptimizerCounters,
@@ -451,7 +452,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
         lambda n, count: local_expert_range(plan, at, n, count),
     )
     add_adapters(model, plan, transposed)
-    convert_linears(model, plan)
+    convert_linears(model, plan, engine_of(plan).low_precision)
     experts = build_expert_sharder(plan, model)
     context: dist.ProcessGroup | None = None
     if plan.strategy.context > 1:

@@ -471,6 +471,9 @@ MEGATRON = Engine(
         chunked_loss=False,
         hpz=False,
         context_gathers_kv=True,
+        # Transformer Engine's GroupedLinear; its linears save what they have cast.
+        low_precision_experts=True,
+        low_precision_inputs_saved=True,
         overlaps_host_update=True,
     ),
     rules=RULES,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwright.engines.engine_table import engine_of
 from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
 from shardwright.engines.trainer_protocol import (
     OptimizerCounters,
@@ -42,7 +43,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Referen
     # Before the adapters, which are initialized already.
     WeightLoader(model, weights, {}, transposed, 0).fill([""])
     add_adapters(model, plan, transposed)
-    convert_linears(model, plan)
+    convert_linears(model, plan, engine_of(plan).low_precision)
     apply_activation_checkpointing(model, plan)
     return ReferenceTrainer(plan, model, transposed)
 

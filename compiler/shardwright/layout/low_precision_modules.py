@@ -30,6 +30,19 @@ def low_precision_modules(
     )
 
 
+def low_precision_shares(
+    graph: ModelGraph, training: TrainingSection, *, is_emulated: bool
+) -> dict[str, float]:
+    """Return path within a decoder layer -> the share of the layers with this linear in which it is
+    converted."""
+    converted = set(low_precision_modules(graph, training, is_emulated=is_emulated))
+    counts: dict[str, list[bool]] = {}
+    for layer in graph.layers:
+        for path in linear_modules(layer):
+            counts.setdefault(path[len(layer.name) + 1 :], []).append(path in converted)
+    return {name: sum(flags) / len(flags) for name, flags in counts.items()}
+
+
 @functools.lru_cache(maxsize=4096)
 def _converted(
     layer: Layer, low_precision: str, keep: tuple[str, ...], is_emulated: bool
