@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -10,15 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
-
-os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import (
     Float8Linear,
     matmul_with_hp_or_float8_args,
 )
+from transformers.pytorch_utils import Conv1D
 
 
 def add_reference_low_precision(

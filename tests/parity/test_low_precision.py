@@ -6,12 +6,23 @@ part: the plain process takes a micro-batch at a time, and scales a linear in th
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from shardwright.utils.numeric_difference import difference, state_dict_max_abs_diff
 from tests.parity.case_launches import launched
-from tests.parity.harness import Case
+from tests.parity.harness import (
+    Case,
+    metrics,
+    must,
+    newest_checkpoint,
+    shardwright,
+    write_inputs,
+)
 
 MOST = {"loss": 1e-5, "norm": 1e-4, "weight": 1e-5}
 ANY = {"loss": 1e-4, "norm": 1e-2, "weight": 1e-3}
@@ -41,6 +52,8 @@ CASES = {
     "tensorwise-pipeline2": Case(model="gpt2", pipeline=2, low_precision=TENSORWISE),
     "full": Case(model="llama", data=2, checkpointing="full", zero_stage=3, low_precision=ROWWISE),
     "selective": Case(model="llama", tensor=2, checkpointing="selective", low_precision=ROWWISE),
+    "compiled": Case(model="llama", data=2, kernels="compile", low_precision=ROWWISE),
+    "compiled-pipeline": Case(model="llama", pipeline=2, kernels="compile", low_precision=ROWWISE),
     "kept": Case(
         model="llama",
         data=2,
@@ -56,3 +69,42 @@ def test_low_precision_trains_as_one_plain_process(tmp_path: Path) -> None:
         for key in MOST:
             assert figures[f"{key} of most steps"] <= MOST[key], (name, figures)
             assert figures[f"{key} of any step"] <= ANY[key], (name, figures)
+
+
+@pytest.mark.launch
+def test_a_run_in_fp8_goes_on_in_another_layout_and_without_it(tmp_path: Path) -> None:
+    """The commands: ranks count what they convert, and FP8 is really used."""
+    here = Case(model="llama", data=2, low_precision=ROWWISE)
+    there = Case(model="llama", pipeline=2, micro=4, low_precision=ROWWISE)
+    plain = Case(model="llama", data=2)
+    losses: dict[str, list[float]] = {}
+    for name, case in {"here": here, "there": there, "plain": plain}.items():
+        folder = tmp_path / name
+        write_inputs(case, folder)
+        document = json.loads((folder / "recipe.yaml").read_text())
+        document["checkpoint"] = {"every_steps": 4}
+        (folder / "recipe.yaml").write_text(json.dumps(document))
+        must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
+        first = tmp_path / "here" / "out" / "checkpoints" / "step-00000004"
+        resume = () if name == "here" else ("--resume", first)
+        must(shardwright("run", folder / "out", *resume))
+        losses[name] = [m["loss"] for m in metrics(folder / "out")][-4:]
+        ranks = [
+            json.loads(path.read_text()) for path in (folder / "out" / "run" / "ranks").iterdir()
+        ]
+        counts = [rank.get("low_precision", {"tensors": 0})["tensors"] for rank in ranks]
+        assert counts == {"here": [28, 28], "there": [14, 14], "plain": [0, 0]}[name]
+    apart = {name: difference(losses["here"][0], losses[name][0]) for name in ("there", "plain")}
+    assert apart["there"] <= MOST["loss"] < 1e-4 < apart["plain"], losses
+    must(
+        shardwright("export", newest_checkpoint(tmp_path / "there" / "out"), "-o", tmp_path / "hf")
+    )
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert {p.dtype for p in exported.parameters()} == {torch.float32}
+    here_at = newest_checkpoint(tmp_path / "here" / "out")
+    must(shardwright("export", here_at, "-o", tmp_path / "hf-here"))
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "hf-here", dtype=torch.float32)
+    assert (
+        state_dict_max_abs_diff(dict(exported.named_parameters()), dict(other.named_parameters()))
+        <= ANY["weight"]
+    )

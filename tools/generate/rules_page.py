@@ -228,6 +228,22 @@ def recipes() -> tuple[Recipe, ...]:
             )
             for entry, adapted in (("vision", False), ("*", False), ("model.embed_tokens", True))
         ),
+        *(
+            recipe_of(
+                cluster={**cluster, "gpu": gpu},
+                training={**training, "low_precision": name, "low_precision_keep": keep},
+            )
+            for gpu, name, keep in (
+                ("a100-sxm4-80gb", "fp8_rowwise", ()),
+                ("h100-sxm-80gb", "fp8_tensorwise", ()),
+                ("h100-sxm-80gb", "fp8_rowwise", ("oproj",)),
+                ("h100-sxm-80gb", "fp8_rowwise", ("*",)),
+            )
+        ),
+        recipe_of(
+            cluster={**cluster, "gpu": "h100-sxm-80gb"},
+            training={**training, "low_precision": "fp8_rowwise", "precision": "fp16"},
+        ),
         dataclasses.replace(plain, extra={"wall_clock_breakdown": True}),
         recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),
         recipe_of(cluster=cluster, training={**training, "gradient_accumulation_dtype": "bf16"}),

@@ -4,7 +4,6 @@ weights. A CPU emulates them: it rounds the operands, and multiplies in the comp
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from torch import nn
 
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
-from shardwright.utils.installation import missing_torchao
+from shardwright.utils.installation import missing_torchao, silence_torchao
 
 
 def convert_linears(model: nn.Module, plan: Plan, recipes: Mapping[str, str]) -> None:
@@ -29,8 +28,7 @@ def convert_linears(model: nn.Module, plan: Plan, recipes: Mapping[str, str]) ->
         return
     if absent := missing_torchao():
         raise Refusal(absent)
-    # Its C++ kernels are for other formats, and warn where they do not load.
-    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    silence_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     planned = frozenset(plan.low_precision.modules)

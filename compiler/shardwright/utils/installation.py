@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -88,6 +89,13 @@ def missing_torchao() -> Diagnostic | None:
     help = f"{install_command('torchao')}, on every host of the run."
     key = ("training", "low_precision")
     return _missing("torchao", Diagnostic(code="SW6017", message=message, help=help, key=key))
+
+
+def silence_torchao() -> None:
+    """Silence what an import of torchao warns of: C++ kernels of other formats that do not load,
+    and torch's view of its enums. peft imports it where it is installed."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def missing_flash_attention() -> Diagnostic | None:
