@@ -107,7 +107,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("docs/data.md", '{"messages"'): "tests/unit/data/test_images.py takes its conversations",
     **{
         ("docs/rules.md", word): "tests/pages/test_pages.py compares the whole page"
-        for word in ("error", "warning")
+        for word in ("error", "warning", "note")
     },
 }
 """(page, first word up to a bracket) -> what tries the block besides."""

@@ -64,7 +64,7 @@ def kept_linears_exist(x: Candidate) -> Diagnostic | None:
             return found(
                 "SW3187",
                 _KEEP,
-                f"{entry!r} names no linear of a {x.graph.model_type!r}'s decoder layers",
+                f"{entry!r} names no linear in the decoder layers of a {x.graph.model_type!r}",
                 f"Name some of its linears, or a pattern of their paths (`{linears[0]}`)."
                 if linears
                 else "Leave it out.",
