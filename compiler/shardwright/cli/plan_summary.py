@@ -257,7 +257,7 @@ def _engine(problem: Problem, best: Estimate, other: OtherEngine | None) -> Vari
     is_automatic = recipe.document.get("target") == AUTO_TARGET
     taken = f"target: auto takes {recipe.target}; " if is_automatic else ""
     variants = (
-        (f"no other: {uncompared_engines_reason(problem)}",)
+        (f"no other: {uncompared_engines_reason(problem)}", "no other runs this recipe")
         if other is None
         else _other_engine(best, other)
     )
