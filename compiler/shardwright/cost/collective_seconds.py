@@ -156,9 +156,14 @@ def all_to_all_seconds(
     return calls * start + max(inside, across)
 
 
-def distinct_places(places: float, experts: int) -> float:
-    """Return how many of these places have any of a token's experts, on average."""
-    return places * (1 - math.pow(1 - 1 / places, experts))
+def distinct_places(places: float, experts: int, reachable_share: float = 1.0) -> float:
+    """Return how many of these places have any of a token's experts, on average.
+
+    reachable_share: of the places that may have a token's experts, where the router limits it to
+        some groups of experts (arXiv 2412.19437, 2.1.2: node-limited routing)
+    """
+    reachable = max(1.0, places * reachable_share)
+    return reachable * (1 - math.pow(1 - 1 / reachable, experts))
 
 
 def deduplicated_all_to_all_seconds(
@@ -174,15 +179,14 @@ def deduplicated_all_to_all_seconds(
     A token crosses to each other node that has any of its experts once, N (1 - (1 - 1/N)^k)
     (N - 1)/N times of it, and goes on to each rank there once (DeepEP's README). Both overlap.
 
-    reachable_share: of the places that may have a token's experts, where the router limits it to
-        some groups of experts (arXiv 2412.19437, 2.1.2: node-limited routing)
+    reachable_share: of the nodes and ranks, see distinct_places
     """
     n, here, nodes = group.ranks, group.ranks_per_node, group.nodes
     if n == 1:
         return 0.0
 
     def copies(places: int) -> float:
-        return distinct_places(max(1.0, places * reachable_share), experts)
+        return distinct_places(places, experts, reachable_share)
 
     token_bytes = total_bytes / experts
     inside = copies(n) * (here - 1) / here * token_bytes

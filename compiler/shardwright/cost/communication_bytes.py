@@ -184,12 +184,12 @@ def routed_token_bytes(priced: PricedLayout, kind: LayerShape) -> float:
 
 def _sent_token_bytes(priced: PricedLayout, kind: LayerShape) -> float:
     """Return the hidden states that a rank hands to the dispatcher for one micro-batch; DeepEP
-    sends one to each rank with any of a token's experts."""
+    sends one to each rank with any of a token's experts, as far as its router's groups reach."""
     sent, experts = routed_token_bytes(priced, kind), kind.experts_per_token
     if not (experts and has_deepep(priced)):
         return sent
     ranks = priced.strategy.expert * priced.strategy.expert_tensor_ranks
-    return sent * distinct_places(ranks, experts) / experts
+    return sent * distinct_places(ranks, experts, _reachable_share(priced)) / experts
 
 
 def imbalance_bytes(priced: PricedLayout, kind: LayerShape) -> float:

@@ -31,6 +31,7 @@ from shardwright.search.layout_resolution import with_stages_assigned
 from shardwright.search.layout_search import search
 from shardwright.verify.tiny_copy import tiny_strategy
 from tests.unit.engines.test_megatron import EXPERTS
+from tests.unit.engines.test_transformer_engine import DEEPSEEK
 from tests.unit.models.factory import graph_of, problem_of
 
 MIXTURE = {**EXPERTS, "num_local_experts": 8, "num_hidden_layers": 4}
@@ -211,6 +212,23 @@ def test_deepep_sends_a_token_once_to_a_rank(write_recipe: Callable[..., Path]) 
         return step_traffic(with_stages_assigned(problem, estimate.strategy), 0).expert_all_to_all
 
     assert moved(**DEEPEP) / moved() == pytest.approx(8 * (1 - (7 / 8) ** 2) / 2)
+
+
+def test_a_routers_groups_limit_the_ranks_that_deepep_sends_to(
+    write_recipe: Callable[..., Path],
+) -> None:
+    """Eight experts a token from half of the groups are on 4 of 8 ranks."""
+    grouped = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 8}
+
+    def sent(**groups: int) -> float:
+        config = {**grouped, **groups}
+        pins = {**LAYOUT, "expert": 8, **DEEPEP}
+        recipe = load_recipe(write_recipe({**BASE, "model.config": config, "parallelism": pins}))
+        problem, estimate = problem_of(recipe, graph_of(config)), estimate_recipe(recipe)[1]
+        return step_traffic(with_stages_assigned(problem, estimate.strategy), 0).expert_all_to_all
+
+    reached = 4 * (1 - (3 / 4) ** 8), 8 * (1 - (7 / 8) ** 8)
+    assert sent() / sent(topk_group=4) == pytest.approx(reached[0] / reached[1])
 
 
 @pytest.fixture
