@@ -91,7 +91,9 @@ _MEGATRON_DEEPSPEED: AssumedEngine = {
     },
 }
 # The ultrascale playbook's runs, on AWS. FP32GradientAccumulator: a hook adds each gradient to a
-# float32 buffer. build_model cuts the stages by products.
+# float32 buffer. build_model cuts the stages by products. Its norms are Triton's. Around
+# flash-attn's rotary embedding it copies queries, keys, values and the output, about as much as the
+# eager one moves (nanotron/models/llama.py).
 _NANOTRON: AssumedEngine = {
     "title": "nanotron",
     "family": "Megatron's layouts",
@@ -105,6 +107,7 @@ _NANOTRON: AssumedEngine = {
         "balances_stages_by_matmul_flops": True,
         "fabric": "efa",
     },
+    "kernels": {"eager_rms_norm": 2},
 }
 
 ASSUMED_RUNS: AssumedRuns = {

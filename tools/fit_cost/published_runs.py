@@ -71,6 +71,16 @@ HARDWARE = ("V100", "A100", "H100")
 # over 2^30, to the last digit.
 IN_GIB = "GiB;"
 
+H100_OF_500_WATTS = {
+    "memory_gib": 94,
+    "hbm_gbytes_per_second": 2400,
+    "peak_tflops": {"bf16": 989.4, "fp16": 989.4},
+    "watts": 500,
+    "compute_units": 132,
+    "cache_mib": 50,
+}
+"""Describes torchtitan's GPUs, H100 with HBM2e: the scorer guesses one peak for their power."""
+
 FLASH_ATTENTION_3 = "flash_attention_3"
 """Marks rows whose steps are too fast for FlashAttention-2: a recipe has no word for it."""
 
@@ -209,6 +219,8 @@ def recipe_of(row: Row) -> dict[str, Any]:
     )
     if document["model"].get("attention") == FLASH_ATTENTION_3:
         document["model"]["attention"] = "sdpa"
+    if row["hardware"]["gpu"] == "H100-96GB-HBM2e-500W":
+        document["cluster"]["gpu"] = H100_OF_500_WATTS
     return document
 
 

@@ -5,6 +5,10 @@ Fused attention by library, forward and backward apart: TFLOP/s of causal attent
 counted, on long sequences with a head of 128. A shorter sequence or a smaller head has a lower one.
 Products whose rows are not multiples of 16 bytes: where the chip's own instructions cannot load
 them, an older chip's kernels run.
+
+A recipe's own GPU with the half-precision peak and the compute units of a listed chip is that chip,
+with its own watts, memory and bandwidth (layout/gpu_cluster.py). Boards of a chip with less power
+or fewer units are slower in proportion (kernel_seconds.board_speed).
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, TypedDict
 
-from shardwright.layout.gpu_cluster import Gpu
+from shardwright.layout.gpu_cluster import CatalogueGpu, Gpu, catalogue
 from shardwright.recipe.literal_types import LowPrecision
 
 AttentionLibrary = Literal["torch", "best", "flash", "flash1", "cudnn", "flash3"]
@@ -41,12 +46,14 @@ class LibraryCurve(TypedDict):
 class ChipRates(TypedDict):
     """Hold a chip's TFLOP/s.
 
+    board: the catalogue's GPU that has these rates at its power limit
     libraries: of fused attention, forward and backward
     best, torch: the library that is the fastest, and the one that torch takes
     low_precision_gain: rate of large products in that format over half precision's
     unaligned_products: of widths that are no multiples of 8; None where alignment costs a factor
     """
 
+    board: str
     libraries: dict[str, tuple[float, float]]
     best: str
     torch: str
@@ -104,8 +111,14 @@ def _rates() -> _Rates:
 
 
 def _chip(gpu: Gpu) -> ChipRates | None:
-    rates, name = _rates(), gpu.name.partition("-")[0]
-    return rates["chips"].get(rates["chip_of"].get(name, name))
+    rates = _rates()
+    return rates["chips"].get(rates["chip_of"].get(gpu.chip, gpu.chip))
+
+
+def measured_board(gpu: Gpu) -> CatalogueGpu | None:
+    """Return the board that the rates of the GPU's chip hold for; None where none are listed."""
+    chip = _chip(gpu)
+    return None if chip is None else catalogue()["gpus"][chip["board"]]
 
 
 def unaligned_product_flops(gpu: Gpu) -> float | None:
@@ -150,11 +163,17 @@ def library_flops(gpu: Gpu, library: str) -> tuple[float, float]:
     return forward * 1e12, backward * 1e12
 
 
-def attention_rate(gpu: Gpu, library: AttentionLibrary) -> AttentionRate:
-    """Return the rate of fused attention of a GPU; another library's where it lacks this one."""
-    peak = max(gpu.peak_flops.get("bf16", 0.0), gpu.peak_flops.get("fp16", 0.0)) or max(
-        gpu.peak_flops.values()
-    )
+def half_precision_peak(peaks: Mapping[str, float]) -> float:
+    """Return the dense peak of bf16 or fp16; the largest of all without them."""
+    return max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0)) or max(peaks.values())
+
+
+def attention_rate(gpu: Gpu, library: AttentionLibrary, speed: float = 1.0) -> AttentionRate:
+    """Return the rate of fused attention of a GPU; another library's where it lacks this one.
+
+    speed: of the GPU's board over that of the chip's rates
+    """
+    peak = half_precision_peak(gpu.peak_flops)
     rates, chip = _rates(), _chip(gpu)
     if gpu.attention_flops is not None:
         chosen, share = (
@@ -170,7 +189,7 @@ def attention_rate(gpu: Gpu, library: AttentionLibrary) -> AttentionRate:
         chosen = chip[library] if library in ("torch", "best") else library
         chosen = chosen if chosen in chip["libraries"] else chip["torch"]
         forward, backward = chip["libraries"][chosen]
-        share = (forward * 1e12 / peak, backward * 1e12 / peak)
+        share = (speed * forward * 1e12 / peak, speed * backward * 1e12 / peak)
     curve = rates["libraries"][chosen]
     half_dim, half_length = curve["half_dim"], curve["half_length"]
     return AttentionRate(

@@ -43,7 +43,7 @@ class Constants:
     score_passes_compiled: float
     # kernels that move memory
     memory_efficiency: float
-    eager_unit_bytes_per_second: float
+    head_norm_unit_bytes_per_second: float
     low_precision_cast_bytes: float
     logit_traffic_bytes_hf: float
     logit_traffic_bytes_megatron: float

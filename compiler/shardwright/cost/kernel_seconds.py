@@ -15,6 +15,8 @@ from shardwright.cost.chip_rates import (
     AttentionLibrary,
     AttentionRate,
     attention_rate,
+    half_precision_peak,
+    measured_board,
     unaligned_product_flops,
 )
 from shardwright.cost.cost_constants import Constants
@@ -82,6 +84,8 @@ def device_of(
     share = sustained_share(c, flops_per_second, gpu.watts)
     if gpu.best_product_flops is not None and element_bytes < 4:
         share = min(share, gpu.best_product_flops / flops_per_second / MAX_PRODUCT_EFFICIENCY)
+    speed = board_speed(gpu, c)
+    unaligned = unaligned_product_flops(gpu) if element_bytes < 4 else None
     return Device(
         flops_per_second=flops_per_second,
         sustained_share=share,
@@ -89,9 +93,28 @@ def device_of(
         cache_bytes=gpu.cache_bytes,
         compute_units=gpu.compute_units,
         element_bytes=element_bytes,
-        attention=attention_rate(gpu, library),
-        unaligned_flops=unaligned_product_flops(gpu) if element_bytes < 4 else None,
+        attention=attention_rate(gpu, library, speed),
+        unaligned_flops=None if unaligned is None else speed * unaligned,
     )
+
+
+def board_speed(gpu: Gpu, c: Constants) -> float:
+    """Return the speed of a GPU's board over the one that its chip's rates hold for.
+
+    Fewer units and a lower power limit slow kernels down. More of them do no more than lift a
+    bound, so that a faster board counts as that one.
+    """
+    board = measured_board(gpu)
+    if board is None:
+        return 1.0
+    own, listed = (
+        peak * sustained_share(c, peak, watts)
+        for peak, watts in (
+            (half_precision_peak(gpu.peak_flops), gpu.watts),
+            (1e12 * half_precision_peak(board["peak_tflops"]), board["watts"]),
+        )
+    )
+    return min(1.0, own / listed)
 
 
 @hashed_key
@@ -187,15 +210,15 @@ def traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
     return moved_bytes / (device.bytes_per_second * c.memory_efficiency)
 
 
-def eager_traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
-    """Return the seconds of Hugging Face's kernels between products, one an operator.
+def head_norm_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
+    """Return the seconds of eager norms of single heads, one kernel an operator.
 
-    Most broadcast, convert or follow strides, so multiprocessors bound them where the memory is
-    fast.
+    Their rows are short and, in the backward pass, strided, so multiprocessors bound them where the
+    memory is fast.
     """
     rate = min(
         device.bytes_per_second * c.memory_efficiency,
-        device.compute_units * c.eager_unit_bytes_per_second,
+        device.compute_units * c.head_norm_unit_bytes_per_second,
     )
     return moved_bytes / rate
 

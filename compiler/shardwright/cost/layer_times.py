@@ -32,8 +32,8 @@ from shardwright.cost.cost_constants import Constants
 from shardwright.cost.kernel_seconds import (
     device_of,
     eager_attention_seconds,
-    eager_traffic_seconds,
     fused_attention_seconds,
+    head_norm_seconds,
     product_pass_seconds,
     traffic_seconds,
 )
@@ -102,7 +102,7 @@ def _layer_seconds_shared_key(
     return (
         graph.identity,
         (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
-        (gpu.name, gpu.best_product_flops, gpu.attention_flops),
+        (gpu.chip, gpu.best_product_flops, gpu.attention_flops),
         (
             peak_flops(gpu, recipe.training.precision),
             recipe.training.precision,
@@ -538,29 +538,27 @@ class _MicroBatchCosts:
             self.shapes,
         )
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
-        # Contiguous ones run at the memory's rate; eager RMSNorms and rotary embeddings do not.
-        whole = (kind.fused_norms * passes.norm + 2 * (passes.residual + dropout)) * hidden
-        norms = kind.composed_norms * passes.eager_rms_norm * hidden
+        norms = kind.fused_norms * passes.norm + kind.composed_norms * passes.eager_rms_norm
+        whole = (norms + 2 * (passes.residual + dropout)) * hidden
         cut = self._feed_forward_elements(kind)
         rotated = (graph.attention_heads + graph.key_value_heads) * graph.head_dim
-        inside = passes.eager_rms_norm * kind.head_norm_features
-        inside += 0.0 if shapes.positions else passes.rotary * rotated
+        inside = kind.attention_elements + (0.0 if shapes.positions else passes.rotary * rotated)
         sharers = self.s.tensor if self.s.sequence_parallel else 1
 
-        def seconds(contiguous: float, composed: float) -> float:
-            per_element = self.tokens * self._element
-            if self.kernels.family != "hf":
-                return traffic_seconds(self.device, self.c, per_element * (contiguous + composed))
-            return traffic_seconds(
-                self.device, self.c, per_element * contiguous
-            ) + eager_traffic_seconds(self.device, self.c, per_element * composed)
+        def seconds(elements: float) -> float:
+            return traffic_seconds(self.device, self.c, self.tokens * self._element * elements)
 
         return (
-            seconds(
-                kind.attention_elements / shapes.attention_degree, inside / shapes.attention_degree
-            ),
-            seconds(whole / sharers + cut, norms / sharers),
+            seconds(inside / shapes.attention_degree) + self._head_norm_seconds(kind),
+            seconds(whole / sharers + cut),
         )
+
+    def _head_norm_seconds(self, kind: LayerShape) -> float:
+        """Return forward seconds of the norms of queries and keys."""
+        elements = self.kernels.eager_rms_norm * kind.head_norm_features
+        moved = self.tokens * self._element * elements / self.shapes.attention_degree
+        rate = traffic_seconds if self.kernels.family != "hf" else head_norm_seconds
+        return rate(self.device, self.c, moved)
 
     def _feed_forward_elements(self, kind: LayerShape) -> float:
         """Return the elements of a token that kernels of the feed-forward network move."""

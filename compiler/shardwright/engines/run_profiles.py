@@ -91,11 +91,13 @@ class AssumedEngine(TypedDict, total=False):
     title: the engine whose runs are estimated
     family: engines that are predicted alike, whose runs tell of one another
     traits: of EngineTraits
+    kernels: of KernelProfile, beyond those of `assume.kernels`
     """
 
     title: str
     family: str
     traits: dict[str, Any]
+    kernels: dict[str, Any]
 
 
 class AssumedRuns(TypedDict):
@@ -127,4 +129,5 @@ def kernel_profile(kernels: str, model_type: str, target: str = "deepspeed") -> 
         return OWN_KERNELS.get(target, KernelProfile())
     runs = assumed_runs()
     changes = runs["kernels"][kernels] | runs["model_kernels"].get(kernels, {}).get(model_type, {})
+    changes = changes | runs["engines"].get(target, {}).get(kernels, {}).get("kernels", {})
     return replace(KernelProfile(), **changes)

@@ -24,6 +24,7 @@ class Gpu:
     """Describe a GPU.
 
     name: catalogue name, or "inline"
+    chip: the catalogue's chip, whose measured rates the GPU has; "" where it has none of them
     visible_memory_gib: what the driver shows of memory_gib; None: all of it
     peak_flops: dense FLOP/s by precision
     watts: the board's power limit; None where peak_flops are sustained
@@ -41,6 +42,7 @@ class Gpu:
     watts: float | None
     cache_bytes: float
     compute_units: int
+    chip: str = ""
     is_cpu: bool = False
     best_product_flops: float | None = None
     attention_flops: tuple[float, float] | None = None
@@ -190,11 +192,14 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     chip: CatalogueGpu
     attention: AttentionRates | None = None
     if isinstance(section.gpu, str):
-        name, chip = section.gpu, catalogue()["gpus"][section.gpu]
+        name = listed = section.gpu
+        chip = catalogue()["gpus"][name]
     else:
-        name, chip, attention = "inline", _inline_chip(section.gpu), section.gpu.attention
+        name, listed, attention = "inline", _board_of_same_chip(section.gpu), section.gpu.attention
+        chip = _inline_chip(section.gpu, listed)
     gpu = Gpu(
         name=name,
+        chip=listed.partition("-")[0],
         memory_gib=chip["memory_gib"],
         hbm_bytes_per_second=chip["hbm_gbytes_per_second"] * 1e9,
         peak_flops={precision: tflops * 1e12 for precision, tflops in chip["peak_tflops"].items()},
@@ -232,17 +237,41 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     return cluster
 
 
+SAME_PEAK = 0.005
+"""Share by which data sheets and recipes round a peak."""
+
+
+def _board_of_same_chip(gpu: InlineGpu) -> str:
+    """Return the catalogue's board with the chip of an inline GPU: its half-precision peak and as
+    many compute units; "" without one.
+
+    Memory, its bandwidth and watts are a board's: an H200 has an H100's chip.
+    """
+    for name, board in catalogue()["gpus"].items():
+        peaks = [(gpu.peak_tflops.get(p), board["peak_tflops"].get(p)) for p in ("bf16", "fp16")]
+        if gpu.compute_units == board["compute_units"] and any(
+            own and listed and abs(own / listed - 1) <= SAME_PEAK for own, listed in peaks
+        ):
+            return name
+    return ""
+
+
 UNIT_FP32_TFLOPS = 0.512  # 128 lanes, two FLOPs each, at 2 GHz: Hopper, Blackwell and CDNA 3
 HALF_OVER_FP32_PEAK = 16  # of an A100's and an MI355X's tensor cores over its vector units
 
 
-def _inline_chip(gpu: InlineGpu) -> CatalogueGpu:
+def _inline_chip(gpu: InlineGpu, listed: str) -> CatalogueGpu:
     """Return an inline GPU with what the recipe leaves out.
 
     Its compute units follow from its peaks. Without watts no power limit is modelled, and without
     a cache none is counted on.
+
+    listed: a board with the same chip, whose fastest product was measured; "" without one
     """
     chip = catalogue()["inline_gpu"]
+    if listed:
+        measured = catalogue()["gpus"][listed]["best_product_tflops"]
+        chip = {**chip, "best_product_tflops": measured}
     fp32 = gpu.peak_tflops.get("fp32")
     if fp32 is None:
         peaks = [gpu.peak_tflops[half] for half in ("bf16", "fp16") if half in gpu.peak_tflops]

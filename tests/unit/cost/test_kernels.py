@@ -22,15 +22,19 @@ from shardwright.cost.collective_seconds import (
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.kernel_seconds import (
     Device,
+    board_speed,
+    device_of,
     eager_attention_seconds,
-    eager_traffic_seconds,
     fused_attention_seconds,
+    head_norm_seconds,
     product_seconds,
     sustained_share,
     traffic_seconds,
 )
+from shardwright.cost.layer_times import layer_seconds
 from shardwright.layout.gpu_cluster import resolve_cluster
-from tests.unit.models.factory import recipe_of
+from tests.unit.cost.test_estimate import BASE
+from tests.unit.models.factory import LLAMA_8B, graph_of, recipe_of
 
 C = default_constants()
 A100 = Device(
@@ -105,7 +109,14 @@ def test_fused_attention_is_slower_with_small_heads_and_short_rows() -> None:
 
 GPUS = {
     name: resolve_cluster(recipe_of(cluster={"gpu": name}).cluster).gpu
-    for name in ("a100-sxm4-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "l40s-48gb")
+    for name in (
+        "a100-sxm4-80gb",
+        "gh200-96gb",
+        "h100-pcie-80gb",
+        "h100-sxm-80gb",
+        "h200-sxm-141gb",
+        "l40s-48gb",
+    )
 }
 
 
@@ -162,12 +173,43 @@ def test_an_odd_vocabulary_takes_an_older_chips_kernels() -> None:
     assert 2 * 8192 * 50257 * 1280 / odd == pytest.approx(125e12, rel=0.1)
 
 
-def test_eager_kernels_are_bound_by_multiprocessors_where_memory_is_fast() -> None:
-    assert eager_traffic_seconds(A100, C, 1e9) == traffic_seconds(A100, C, 1e9)
+def test_norms_of_heads_are_bound_by_multiprocessors() -> None:
+    slower = dataclasses.replace(A100, bytes_per_second=1e12)
+    assert head_norm_seconds(slower, C, 1e9) == traffic_seconds(slower, C, 1e9)
     faster = dataclasses.replace(A100, bytes_per_second=8e12)
-    assert eager_traffic_seconds(faster, C, 1e9) == pytest.approx(
-        1e9 / (108 * C.eager_unit_bytes_per_second)
+    assert head_norm_seconds(faster, C, 1e9) == pytest.approx(
+        1e9 / (108 * C.head_norm_unit_bytes_per_second)
     )
+
+
+def test_norms_of_hidden_states_reach_the_memorys_rate() -> None:
+    """Twice the bound of heads' norms speeds a Qwen3's layers up, and no Llama's."""
+
+    def forward(model_type: str, unit_bytes: float) -> float:
+        config = {**LLAMA_8B, "model_type": model_type, "head_dim": 128}
+        recipe = recipe_of(config, training={"sequence_length": 4096})
+        c = dataclasses.replace(C, head_norm_unit_bytes_per_second=unit_bytes)
+        layout = dataclasses.replace(BASE, micro_batch_size=4)
+        return layer_seconds(recipe, graph_of(config), GPUS["h200-sxm-141gb"], layout, c).forward[2]
+
+    bound = C.head_norm_unit_bytes_per_second
+    assert forward("llama", bound) == forward("llama", 2 * bound)
+    assert forward("qwen3", bound) > forward("qwen3", 2 * bound) > forward("llama", bound)
+
+
+def test_a_board_of_less_power_is_slower_than_its_chips_rates() -> None:
+    """An H100 PCIe has 350 W and 114 units; more power than the measured board's lifts a bound."""
+    listed, less, more = (
+        board_speed(GPUS[name], C) for name in ("h200-sxm-141gb", "h100-pcie-80gb", "gh200-96gb")
+    )
+    assert (listed, more) == (1.0, 1.0) and 0.6 < less < 0.75
+    half = dataclasses.replace(GPUS["h100-sxm-80gb"], watts=350.0)
+    assert board_speed(half, C) == pytest.approx(0.5 ** (1 / 3))
+    found, full = (
+        device_of(gpu, 989.4e12, 2, C).attention.shares(128, 8192)
+        for gpu in (half, GPUS["h100-sxm-80gb"])
+    )
+    assert found == pytest.approx([0.5 ** (1 / 3) * share for share in full])
 
 
 def test_a_power_limit_takes_the_cube_root() -> None:

@@ -64,6 +64,12 @@ def test_a_kernel_set_names_an_engine_of_the_table() -> None:
     assert {profile.engine_without_zero for profile in profiles} - {None} <= ENGINES.keys()
 
 
+def test_an_engine_may_have_kernels_of_its_own() -> None:
+    """nanotron's norms are Triton's; PyTorch's FSDP runs the modules' own."""
+    nanotron, fsdp = (kernel_profile("hf", "llama", target) for target in ("megatron", "deepspeed"))
+    assert nanotron == dataclasses.replace(fsdp, eager_rms_norm=2) and fsdp.eager_rms_norm > 2
+
+
 def test_the_packaged_runs_are_those_of_the_fit() -> None:
     assert assumed_runs() == {"written_by": "make fit-cost", **ASSUMED_RUNS}
     traits = {field.name for field in dataclasses.fields(EngineTraits)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.cost.chip_rates import attention_rate, low_precision_gain
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.peak_memory import usable_bytes
 from shardwright.diagnostics import Refusal
@@ -135,6 +136,32 @@ def test_what_an_inline_gpu_leaves_out_is_no_h100s() -> None:
     )
     assert (whole.watts, whole.compute_units, whole.cache_bytes) == (400.0, 78, 60 * 2**20)
     assert whole.attention_flops == (100e12, 90e12)
+
+
+def test_an_inline_gpu_with_a_listed_chip_has_its_measured_rates() -> None:
+    """An H100 of 500 W with slower memory: the chip's peak and compute units, its own board."""
+
+    def resolved(**given: Any) -> Gpu:
+        h100 = {"memory_gib": 94, "hbm_gbytes_per_second": 2400, "peak_tflops": {"bf16": 989}}
+        gpu = InlineGpu(**{**h100, "watts": 500.0, "compute_units": 132, **given})
+        return resolve_cluster(recipe_of(cluster={"gpu": gpu}).cluster).gpu
+
+    own, listed = resolved(), resolve_cluster(recipe_of().cluster).gpu
+    assert (listed.name, listed.chip) == ("h100-sxm-80gb", "h100")
+    assert (own.name, own.chip) == ("inline", "h100")
+    assert own.best_product_flops == listed.best_product_flops and own.watts == 500
+    for library in ("torch", "best", "flash"):
+        rates = [attention_rate(gpu, library).shares(128, 8192) for gpu in (own, listed)]
+        assert rates[0] == pytest.approx(rates[1], rel=0.001)
+    assert low_precision_gain(own, "fp8_rowwise") == low_precision_gain(listed, "fp8_rowwise") > 1
+    others: tuple[dict[str, Any], ...] = (
+        {"compute_units": 120},
+        {"compute_units": None},
+        {"peak_tflops": {"bf16": 800}},
+    )
+    for other in (resolved(**keys) for keys in others):
+        assert (other.chip, other.best_product_flops) == ("", None)
+        assert low_precision_gain(other, "fp8_rowwise") == 1.0
 
 
 @pytest.mark.parametrize(
