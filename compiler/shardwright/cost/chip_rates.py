@@ -7,8 +7,8 @@ Products whose rows are not multiples of 16 bytes: where the chip's own instruct
 them, an older chip's kernels run.
 
 A recipe's own GPU with the half-precision peak and the compute units of a listed chip is that chip,
-with its own watts, memory and bandwidth (layout/gpu_cluster.py). Boards of a chip with less power
-or fewer units are slower in proportion (kernel_seconds.board_speed).
+with its own watts, memory and bandwidth (layout/gpu_cluster.py). Boards of a chip differ by their
+peak and their power limit (kernel_seconds.board_speed).
 """
 
 from __future__ import annotations

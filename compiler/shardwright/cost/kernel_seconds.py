@@ -101,20 +101,16 @@ def device_of(
 def board_speed(gpu: Gpu, c: Constants) -> float:
     """Return the speed of a GPU's board over the one that its chip's rates hold for.
 
-    Fewer units and a lower power limit slow kernels down. More of them do no more than lift a
-    bound, so that a faster board counts as that one.
+    It goes with units and clock, as the peak does. A lower power limit lowers the clock further;
+    a higher one lifts a bound, so that such a board counts as the measured one.
     """
     board = measured_board(gpu)
     if board is None:
         return 1.0
-    own, listed = (
-        peak * sustained_share(c, peak, watts)
-        for peak, watts in (
-            (half_precision_peak(gpu.peak_flops), gpu.watts),
-            (1e12 * half_precision_peak(board["peak_tflops"]), board["watts"]),
-        )
-    )
-    return min(1.0, own / listed)
+    own = half_precision_peak(gpu.peak_flops)
+    listed = 1e12 * half_precision_peak(board["peak_tflops"])
+    clock = sustained_share(c, own, gpu.watts) / sustained_share(c, listed, board["watts"])
+    return own / listed * min(1.0, clock)
 
 
 @hashed_key

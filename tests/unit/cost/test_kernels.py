@@ -111,6 +111,7 @@ GPUS = {
     name: resolve_cluster(recipe_of(cluster={"gpu": name}).cluster).gpu
     for name in (
         "a100-sxm4-80gb",
+        "gb200-nvl-186gb",
         "gh200-96gb",
         "h100-pcie-80gb",
         "h100-sxm-80gb",
@@ -197,12 +198,13 @@ def test_norms_of_hidden_states_reach_the_memorys_rate() -> None:
     assert forward("qwen3", bound) > forward("qwen3", 2 * bound) > forward("llama", bound)
 
 
-def test_a_board_of_less_power_is_slower_than_its_chips_rates() -> None:
-    """An H100 PCIe has 350 W and 114 units; more power than the measured board's lifts a bound."""
-    listed, less, more = (
-        board_speed(GPUS[name], C) for name in ("h200-sxm-141gb", "h100-pcie-80gb", "gh200-96gb")
-    )
+def test_a_board_goes_with_its_peak_and_its_power() -> None:
+    """An H100 PCIe has 350 W and 114 units, a GB200 a higher peak than a B200. More power than the
+    measured board's lifts a bound."""
+    names = ("h200-sxm-141gb", "gh200-96gb", "h100-pcie-80gb", "gb200-nvl-186gb")
+    listed, more, less, faster = (board_speed(GPUS[name], C) for name in names)
     assert (listed, more) == (1.0, 1.0) and 0.6 < less < 0.75
+    assert faster == pytest.approx(2500 / 2250)
     half = dataclasses.replace(GPUS["h100-sxm-80gb"], watts=350.0)
     assert board_speed(half, C) == pytest.approx(0.5 ** (1 / 3))
     found, full = (
