@@ -196,6 +196,27 @@ MODELS = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
+    # Under Muon rounding errors matter where a gradient, or the lead of a chosen expert, is near 0:
+    # with larger weights neither is.
+    "gpt2-wide": {**GPT2, "initializer_range": 0.1},
+    "qwen3_moe-wide": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "initializer_range": 0.1,
+    },
+    "dense-first-wide": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0, 1],
+        "initializer_range": 0.1,
+    },
     # Its base model drops out by itself, in no module.
     "opt-dropout": OPT,
     "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},

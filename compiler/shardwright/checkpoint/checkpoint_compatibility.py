@@ -53,6 +53,7 @@ class ResumeRequirements:
     precision: Precision
     lora: PlanLora | None
     frozen: tuple[str, ...]
+    optimizer: str
     tokenizer: TokenizerFiles | None
     samples: tuple[tuple[str, int], ...]
     data: DataSection | None
@@ -77,7 +78,7 @@ class Compatibility:
     samples: changes of the samples' order, as a step's number stands for the samples before it.
     """
 
-    refused: Literal["", "model", "adapters", "frozen", "tokenizer"] = ""
+    refused: Literal["", "model", "adapters", "frozen", "optimizer", "tokenizer"] = ""
     why: str = ""
     layout: tuple[KeyChange, ...] = ()
     samples: tuple[KeyChange, ...] = ()
@@ -95,6 +96,7 @@ def resume_requirements(plan: Plan, folder: Path) -> ResumeRequirements:
         config_hash=plan.model.config_hash,
         precision=plan.training.precision,
         frozen=plan.model.frozen,
+        optimizer=plan.optimizer.name,
         tokenizer=_tokenizer(plan.data, folder),
         samples=sample_order(plan.training, plan.islands),
         held_out=(plan.validation and plan.validation.fraction) or 0.0,
@@ -124,6 +126,9 @@ def compare_requirements(saved: ResumeRequirements, here: ResumeRequirements) ->
         }
         why = f"{min(names)} is frozen {'there' if min(names) in saved.frozen else 'here'} alone"
         return Compatibility(refused="frozen", why=why)
+    if saved.optimizer != here.optimizer:
+        why = f"it holds the states of {saved.optimizer}, this plan trains with {here.optimizer}"
+        return Compatibility(refused="optimizer", why=why)
     if why := _other_tokenizer(saved.tokenizer, here.tokenizer):
         return Compatibility(refused="tokenizer", why=why)
     layout = [
@@ -202,6 +207,12 @@ def _refusal(
             "from its weights."
         )
         return refusal("SW6255", f"{name} is of a different run: {comparison.why}", help)
+    if comparison.refused == "optimizer":
+        help = (
+            f"Compile with `training.optimizer: {{name: {saved.optimizer}}}`, or export the "
+            "checkpoint and start from its weights."
+        )
+        return refusal("SW6260", f"{name} is of a different run: {comparison.why}", help)
     help = "Compile with the checkpoint's tokenizer, or start again with --resume never."
     return refusal(
         "SW6204", f"{name} was trained with a different tokenizer: {comparison.why}", help

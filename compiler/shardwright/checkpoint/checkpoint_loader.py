@@ -352,6 +352,7 @@ def _schedule(plan: Plan) -> dict[str, object]:
         "epochs": plan.training.epochs,
         "steps": plan.training.steps,
         "optimizer.lr": plan.optimizer.lr,
+        "optimizer.adamw_lr": plan.optimizer.adamw_lr,
     }
     return steps | {
         f"scheduler.{f.name}": getattr(plan.scheduler, f.name) for f in fields(plan.scheduler)

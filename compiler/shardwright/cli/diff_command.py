@@ -145,6 +145,7 @@ def _facts(subject: PricedRecipe) -> ResumeRequirements:
         precision=recipe.training.precision,
         lora=plan_lora(recipe, graph),
         frozen=frozen_parameter_patterns(graph, recipe.model.freeze),
+        optimizer=recipe.training.optimizer.name,
         tokenizer=None if name is None else _tokenizer_files(name),
         samples=sample_order(recipe.training, recipe.cluster.islands),
         data=None if recipe.data is None else plan_data(recipe.data),

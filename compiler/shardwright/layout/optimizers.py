@@ -14,6 +14,7 @@ class Optimizer:
     """Describes what an optimizer stores and moves, per trained parameter.
 
     moments: state tensors beside the master copy, by the names that checkpoints give them.
+    matrix_moments: those of matrices (layout/muon_matrices.py), where these have others; else ().
     moment_bytes: bytes of an element of each. traffic: GPU memory traffic of an update over
     AdamW's, which calibration measures. Each engine lists those it supports
     (engines/engine_table.py).
@@ -22,11 +23,18 @@ class Optimizer:
     moments: tuple[str, ...]
     moment_bytes: int
     traffic: float
+    matrix_moments: tuple[str, ...] = ()
 
     @property
     def moments_bytes(self) -> int:
         """Return the bytes of all moments."""
         return len(self.moments) * self.moment_bytes
+
+    @property
+    def matrix_saving_bytes(self) -> int:
+        """Return by how many bytes a matrix's moments are smaller than `moments_bytes`."""
+        spared = len(self.moments) - len(self.matrix_moments) if self.matrix_moments else 0
+        return spared * self.moment_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -61,6 +69,12 @@ class Optimizer:
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer(
         moments=("exp_avg", "exp_avg_sq"),
+        moment_bytes=4,
+        traffic=1.0,
+    ),
+    "muon": Optimizer(
+        moments=("exp_avg", "exp_avg_sq"),
+        matrix_moments=("momentum_buffer",),
         moment_bytes=4,
         traffic=1.0,
     ),

@@ -196,11 +196,8 @@ def split_parameter(
 
     padded: as tensor_parallel_map takes it
     """
-    styles, units = _tables(graph)
-    module = parameter.name.rpartition(".")[0]
-    style = styles.get(name_pattern(parameter.name)) or styles.get(
-        name_pattern(module), "replicated"
-    )
+    _, units = _tables(graph)
+    style = _style(graph, parameter)
     dimension = _dimension(graph, parameter, style) if degree > 1 else None
     unsharded = ParameterSharding(
         name=parameter.name, shape=parameter.shape, dimension=None, blocks=(), sizes=()
@@ -255,6 +252,31 @@ def _blocks(graph: ModelGraph, style: str, full: int) -> tuple[int, ...]:
             graph.key_value_heads * unit,
         )
     return (full // 2, full // 2) if style.startswith("packed") else (full,)
+
+
+def fused_blocks(graph: ModelGraph, parameter: Parameter) -> tuple[int, ...] | None:
+    """Return the output features of each matrix that a weight joins; () where it is one matrix.
+
+    None where the matrices alternate by heads or by features, or their features are not the output
+    dimension's.
+    """
+    style = _style(graph, parameter)
+    if style in (GROUPED_QKV, MULTI_QUERY):
+        return None
+    if style != FUSED_QKV and not style.startswith("packed"):
+        return ()
+    dimension = _dimension(graph, parameter, style)
+    transposed = graph.model_type in TRANSPOSED_LINEAR_TYPES
+    outputs = len(parameter.shape) - (1 if transposed else 2)
+    return None if dimension != outputs else _blocks(graph, style, parameter.shape[outputs])
+
+
+def _style(graph: ModelGraph, parameter: Parameter) -> str:
+    styles, _ = _tables(graph)
+    module = parameter.name.rpartition(".")[0]
+    return styles.get(name_pattern(parameter.name)) or styles.get(
+        name_pattern(module), "replicated"
+    )
 
 
 def _dimension(graph: ModelGraph, parameter: Parameter, style: str) -> int | None:

@@ -24,6 +24,7 @@ from shardwright.models.model_files import RemoteCode
 from shardwright.models.model_graph import PipelineSplit, name_pattern
 from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
 from shardwright.recipe.literal_types import AutoSwitch, Kernels, Loss, TaskName
+from shardwright.recipe.optimizer_keys import MUON_KEYS
 from shardwright.recipe.recipe_types import (
     CheckpointSection,
     DataSection,
@@ -222,6 +223,8 @@ class Plan:
     experts: paths of modules whose parameters expert ranks shard along the first dimension, or
         tensor ranks hold unsharded; () where there are none
     outer: None without islands
+    muon: pattern of a parameter's name (`*` for numbers) -> rows of each matrix that the parameter
+        joins, () for one matrix; {} where AdamW has all parameters
     """
 
     version: int
@@ -254,6 +257,7 @@ class Plan:
     digests: Mapping[str, str]
     experts: tuple[str, ...] = ()
     outer: PlanDiLoCo | None = None
+    muon: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def device(self) -> DeviceKind:
@@ -306,6 +310,10 @@ class Plan:
         """Return whether the parameter is sharded over expert ranks, unlike the rest of the
         model."""
         return parameter.rpartition(".")[0] in self.experts
+
+    def muon_parts(self, parameter: str) -> tuple[int, ...] | None:
+        """Return the rows of the matrices that a parameter joins; None where AdamW has it."""
+        return self.muon.get(parameter, self.muon.get(name_pattern(parameter)))
 
     def expert_shard_count(self, parameter: str) -> int:
         """Return the equal shards of its first dimension, one for each expert rank, or 1."""
@@ -406,6 +414,11 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             del document["strategy"][key]
     if not plan.experts:
         del document["experts"]
+    if not plan.muon:
+        del document["muon"]
+    for key in MUON_KEYS:
+        if document["optimizer"][key] is None:
+            del document["optimizer"][key]
     if plan.model.kernels == "hf":
         del document["model"]["kernels"]
     if plan.model.router_aux_loss is None:

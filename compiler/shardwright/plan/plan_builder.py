@@ -14,6 +14,8 @@ from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.low_precision_modules import low_precision_modules
+from shardwright.layout.muon_matrices import muon_parts
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_files import RemoteCode, WeightsLocation
@@ -324,6 +326,9 @@ def build_plan(
         outer=None
         if outer is None
         else copy_shared_fields(PlanDiLoCo, outer, islands=recipe.cluster.islands, island=None),
+        muon=muon_parts(graph, recipe.model.freeze)
+        if OPTIMIZERS[training.optimizer.name].matrix_moments
+        else {},
     )
 
 

@@ -18,6 +18,7 @@ from shardwright.recipe.island_keys import (
     single_island_document,
 )
 from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
+from shardwright.recipe.optimizer_keys import MUON_KEYS, OPTIMIZER_DEFAULTS
 from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
 from shardwright.recipe.sbatch_options import sbatch_option_errors
@@ -291,6 +292,18 @@ def min_lr(view: DocumentView) -> Iterator[Diagnostic]:
     if low is not None and high is not None and low > high:
         message = f"min_lr {low:g} is above optimizer.lr {high:g}"
         yield found("SW1205", "training.scheduler.min_lr", message, f"Give at most {high:g}.")
+
+
+@cross_check("training.optimizer.name", *(f"training.optimizer.{key}" for key in MUON_KEYS))
+def optimizer_keys(view: DocumentView) -> Iterator[Diagnostic]:
+    """Check that the optimizer takes the keys that are given."""
+    name = view.text("training.optimizer.name")
+    takes = OPTIMIZER_DEFAULTS.get(name, {})
+    for key in view.given(*(f"training.optimizer.{key}" for key in MUON_KEYS)):
+        if key.rpartition(".")[2] not in takes:
+            owner = join_with_or([each for each in OPTIMIZER_DEFAULTS if each != name])
+            message = f"{key} has no effect with the optimizer {name}"
+            yield found("SW1226", key, message, f"Remove it, or write `name: {owner}`.")
 
 
 @cross_check("training.gradient_accumulation_dtype", "training.precision")

@@ -20,6 +20,10 @@ from shardwright.recipe.measurements import (
     Measurements,
     MeasurementsFile,
 )
+from shardwright.recipe.optimizer_keys import (
+    with_optimizer_defaults,
+    without_optimizer_defaults,
+)
 from shardwright.recipe.recipe_composition import (
     STDIN,
     RecipeComposer,
@@ -158,6 +162,9 @@ def resolve_auto(document: JsonObject) -> JsonObject:
         keys = cast("JsonObject | None", resolved_document.get(section))
         if keys is not None and keys.get(key) == default:
             resolved_document[section] = {k: value for k, value in keys.items() if k != key}
+    resolved_document["training"] = without_optimizer_defaults(
+        cast(JsonObject, resolved_document["training"])
+    )
     resolved_document.pop("extends", None)  # merged
     return with_outer_defaults(resolved_document)
 
@@ -359,7 +366,7 @@ def recipe_from_document(
     }
     misfits = schema_errors(given)
     found += [error for error in misfits if error.key not in reported_keys]
-    completed = cast(JsonObject, fill_in_defaults(recipe_schema(), given))
+    completed = cast(JsonObject, fill_in_defaults(recipe_schema(), with_optimizer_defaults(given)))
     reported_keys |= {error.key for error in found if error.key is not None}
     found += [error for error in integer_errors(completed) if error.key not in reported_keys]
     faulty_keys = reported_keys | {error.key for error in found if error.key}

@@ -152,11 +152,17 @@ class OuterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
+    """Holds the optimizer; `betas` and `eps` are AdamW's. momentum, ns_steps, adamw_lr: of Muon,
+    which has `lr`; None under other optimizers."""
+
     name: str  # a row of layout/optimizers.py
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    momentum: float | None = None
+    ns_steps: int | None = None
+    adamw_lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

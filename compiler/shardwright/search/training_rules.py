@@ -9,6 +9,8 @@ from shardwright.engines.engine_definition import Engine
 from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
+from shardwright.layout.muon_matrices import unsplit_parameter
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.models.model_support import torch_compile_types
 from shardwright.models.trainable_parameters import (
     MODEL_PARTS,
@@ -216,6 +218,55 @@ def compiled_layout_verified(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3162", ("parallelism", name), message, "Pin another value, or write `model.kernels: hf`."
     )
+
+
+# Muon: the matrices that it orthogonalizes, and where it was compared with a plain Muon.
+
+
+_OPTIMIZER = "training.optimizer.name"
+
+
+def muon_matrices_are_known(x: Candidate) -> Diagnostic | None:
+    """The Newton-Schulz iterations of joined matrices are not those of each."""
+    if not OPTIMIZERS[x.recipe.training.optimizer.name].matrix_moments:
+        return None
+    joined = unsplit_parameter(x.graph, x.recipe.model.freeze)
+    if joined is None:
+        return None
+    return found(
+        "SW3231",
+        _OPTIMIZER,
+        f"{joined.name} of a {x.graph.model_type!r} joins several matrices in an order that muon "
+        "does not know",
+        "Write `name: adamw`, or freeze the parameter.",
+        ("adamw",),
+    )
+
+
+def muon_verified(x: Candidate) -> Diagnostic | None:
+    """Verified are ZeRO 0 to 3, tensor, pipeline, context and expert ranks, of text models."""
+    recipe = x.recipe
+    if not OPTIMIZERS[recipe.training.optimizer.name].matrix_moments:
+        return None
+    refused = {
+        "parallelism.offload": (x.strategy.offload != "none", f"offload {x.strategy.offload}"),
+        "lora": (recipe.lora is not None, "LoRA, whose adapters are no matrices of the model"),
+        "cluster.islands": (recipe.cluster.islands > 1, f"islands: {recipe.cluster.islands}"),
+        "training.precision": (
+            FORMATS[recipe.training.precision].scales_loss,
+            f"precision: {recipe.training.precision}",
+        ),
+        "model.task": (x.graph.task != "causal-lm", f"task {x.graph.task}"),
+    }
+    for key, (is_refused, what) in refused.items():
+        if is_refused:
+            return found(
+                "SW3232",
+                key,
+                f"the optimizer muon is not verified with {what}",
+                "Change it, or write `training.optimizer: {name: adamw}`.",
+            )
+    return None
 
 
 # `tracking.noise_scale`: where it was compared with the gradient of every row

@@ -7,6 +7,7 @@ import re
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.deepspeed.deepspeed_capabilities import ACCELERATE, AUTOTP_FILE, DS_CONFIG
 from shardwright.engines.deepspeed.ds_config import (
+    OWN_OPTIMIZERS,
     ds_config,
     ds_config_for_user_scripts,
     merge_ds_config,
@@ -238,6 +239,8 @@ def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagn
     found = {DS_CONFIG: json_bytes(validated_ds_config(ds_config(plan)))}
     if plan.strategy.context > 1 or plan.strategy.expert > 1:
         # A user's script would give each context rank its own sequences, and not shard experts.
+        return found, ()
+    if plan.optimizer.name in OWN_OPTIMIZERS:  # which DeepSpeed does not have
         return found, ()
     found |= accelerate_files(plan)
     autotp = autotp_config(plan)

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwright.parallel.expert_parallel import ExpertSharder
 from shardwright.parallel.learning_rate import decay_groups
-from shardwright.parallel.parameter_names import set_padding
+from shardwright.parallel.parameter_names import named_parameters, set_padding
 from shardwright.plan.plan import Plan
 
 
@@ -132,16 +132,22 @@ class _ExpertLayerMarker(AutoEPMoELayer):
         """Do nothing: the groups exist already."""
 
 
+Named = list[tuple[str, nn.Parameter]]
+
+
 def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
-    """Return the optimizer's parameter groups: decaying or not, experts in groups of their own."""
+    """Return the optimizer's parameter groups: Muon's matrices, decaying or not, experts in groups
+    of their own."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    matrices = {
+        p for name, p in named_parameters(plan, module).items() if plan.muon_parts(name) is not None
+    }
     experts = [(name, p) for name, p in named if is_moe_param(p)]
     dense = [(name, p) for name, p in named if not is_moe_param(p)]
-    decay = plan.optimizer.weight_decay
     if plan.strategy.pipeline > 1:
         padding = nn.Module()
         module.add_module("padding", padding)
-        dense += _padding(padding, "dense", dense)
+        dense += _padding(plan, padding, "dense", dense, matrices)
     # DeepSpeed requires expert parameters in the groups of a model with an expert layer: a model
     # whose experts are all frozen, on every stage, stays dense to it.
     names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
@@ -149,31 +155,49 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
         plan.is_expert_parameter(name) and not plan.model.is_frozen(name) for name in names
     )
     if plan.strategy.expert == 1 or not trains_experts:
-        return decay_groups(dense, decay)
+        return _groups(plan, dense, matrices)
     name = _group_name(plan)
     module.add_module("expert_marker", _ExpertLayerMarker(len(plan.experts)))
     if plan.strategy.pipeline > 1:
-        pads = _padding(padding, "experts", experts)
+        pads = _padding(plan, padding, "experts", experts, matrices)
         for _, parameter in pads:
             _mark_expert(name, parameter)
         experts += pads
     return [
-        *decay_groups(dense, decay),
-        *({**group, "moe": True, "name": name} for group in decay_groups(experts, decay)),
+        *_groups(plan, dense, matrices),
+        *({**group, "moe": True, "name": name} for group in _groups(plan, experts, matrices)),
+    ]
+
+
+def _groups(plan: Plan, named: Named, matrices: set[nn.Parameter]) -> list[dict[str, object]]:
+    optimizer = plan.optimizer
+    rest = decay_groups(((n, p) for n, p in named if p not in matrices), optimizer.weight_decay)
+    own = [p for _, p in named if p in matrices]
+    if not own:
+        return rest
+    scale = (optimizer.adamw_lr or optimizer.lr) / optimizer.lr
+    return [
+        {"params": own, "weight_decay": optimizer.weight_decay, "use_muon": True},
+        *({**group, "lr_scale": scale} for group in rest),
     ]
 
 
 def _padding(
-    holder: nn.Module, kind: str, named: list[tuple[str, nn.Parameter]]
-) -> list[tuple[str, nn.Parameter]]:
-    """Return dummy parameters for the groups in which this stage has none.
+    plan: Plan, holder: nn.Module, kind: str, named: Named, matrices: set[nn.Parameter]
+) -> Named:
+    """Return dummy parameters for the groups in which this stage has none, and add those of Muon's
+    to `matrices`.
 
     ZeRO's norm is summed over pipeline stages group by group, so every rank needs the same groups.
     """
-    here = {len(p.shape) >= 2 for _, p in named}
-    for decays, shape in ((True, (1, 1)), (False, (1,))):
-        if decays not in here:
+    here = {(p in matrices, len(p.shape) >= 2) for _, p in named}
+    kinds = [(False, True), (False, False), *([(True, True)] if plan.muon else [])]
+    for is_matrix, decays in kinds:
+        if (is_matrix, decays) not in here:
+            shape = (1, 1) if decays else (1,)
             parameter = nn.Parameter(torch.zeros(shape))
             set_padding(parameter)
-            holder.register_parameter(f"{kind}_{len(shape)}", parameter)
+            holder.register_parameter(f"{kind}_{len(shape)}{'_muon' * is_matrix}", parameter)
+            if is_matrix:
+                matrices.add(parameter)
     return [(name, p) for name, p in holder.named_parameters() if name.startswith(kind)]

@@ -16,6 +16,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from shardwright.engines.deepspeed.deepspeed_groups import drop_hpz_copies
+from shardwright.engines.deepspeed.muon_optimizer import (
+    MuonAdamW,
+    OwnedElements,
+    bind_masters,
+)
 from shardwright.engines.trainer_protocol import OwnedShard, ParameterShard
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.lora_adapters import unique_parameters
@@ -56,9 +61,59 @@ def _moments(engine: Any, master: torch.Tensor) -> dict[str, Any]:
         state["step"] = (
             torch.tensor(0.0) if isinstance(base, torch.optim.AdamW | torch.optim.Adam) else 0
         )
-        for moment in MOMENTS:
+        for moment in _moment_names(base, master):
             state[moment] = torch.zeros_like(master, requires_grad=False)
     return state
+
+
+def _moment_names(base: Any, master: torch.Tensor) -> tuple[str, ...]:
+    return base.moment_names(master) if isinstance(base, MuonAdamW) else MOMENTS
+
+
+def bind_muon(plan: Plan, engine: Any, transposed: frozenset[str]) -> None:
+    """Tell the engine's Muon which matrices its masters hold. Collective."""
+    base = base_optimizer(engine)
+    if not isinstance(base, MuonAdamW):
+        return
+    masters = _masters(engine)
+    held: dict[str, OwnedElements] = {}
+    for name, parameter in named_parameters(plan, engine.module).items():
+        if not parameter.requires_grad or plan.muon_parts(name) is None:
+            continue
+        place = _shard_address(engine, parameter)
+        number = _master_number(engine, parameter)
+        master = parameter if number is None else masters[number]
+        held[name] = OwnedElements(master, *((0, 0, 0) if place is None else place[1:]))
+    bind_masters(plan, base, _muon_masters(engine, masters), held, transposed)
+
+
+def _muon_masters(engine: Any, masters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the masters of groups with matrices."""
+    optimizer, groups = engine.optimizer, engine.optimizer.param_groups
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        numbers = [optimizer.sub_group_to_group_id[at] for at in range(len(masters))]
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        numbers = list(range(len(masters)))
+    else:
+        numbers = [at for at, group in enumerate(groups) for _ in group["params"]]
+    return [
+        master
+        for master, at in zip(masters, numbers, strict=True)
+        if groups[at].get("use_muon", False)
+    ]
+
+
+def _master_number(engine: Any, parameter: Any) -> int | None:
+    """Return the master that holds a parameter on some data rank; None: the parameter itself."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return int(optimizer.grad_position[optimizer.get_param_id(parameter)][0])
+    if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+        return next(
+            at for at, group in enumerate(groups) if any(each is parameter for each in group)
+        )
+    return None
 
 
 def optimizer_step(engine: Any) -> int:
@@ -136,7 +191,8 @@ def optimizer_shards(plan: Plan, engine: Any) -> Iterator[OwnedShard]:
         group, begin, start, numel = place
         master = parameter if group is None else masters[group]
         flats = {"fp32": master.data} | {
-            moment: _moments(engine, master)[moment] for moment in MOMENTS
+            moment: _moments(engine, master)[moment]
+            for moment in _moment_names(base_optimizer(engine), master)
         }
         yield OwnedShard(
             name=name,

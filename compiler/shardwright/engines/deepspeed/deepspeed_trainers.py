@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardwright.engines.deepspeed.deepspeed_groups import (
     parameter_groups,
 )
 from shardwright.engines.deepspeed.deepspeed_optimizer_shards import (
+    bind_muon,
     copy_masters_to_model,
     loss_scale,
     optimizer_shards,
@@ -33,6 +35,8 @@ from shardwright.engines.deepspeed.deepspeed_optimizer_shards import (
     set_optimizer_step,
 )
 from shardwright.engines.deepspeed.deepspeed_patches import patch_deepspeed
+from shardwright.engines.deepspeed.ds_config import OWN_OPTIMIZERS
+from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
 from shardwright.engines.deepspeed.pipeline_module import build_pipeline
 from shardwright.engines.engine_table import engine_of
 from shardwright.engines.fp32_masters import fill_fp32_masters
@@ -132,8 +136,10 @@ class DeepSpeedTrainer:
         self, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None
     ) -> None:
         buffers = _buffers(module)
+        own = self.plan.optimizer.name in OWN_OPTIMIZERS
         self.engine, *_ = deepspeed.initialize(
             model=module,
+            optimizer=partial(MuonAdamW, self.plan) if own else None,
             model_parameters=parameter_groups(self.plan, module),
             config=config,
             mpu=mpu,
@@ -143,6 +149,7 @@ class DeepSpeedTrainer:
         # positions. It does not move a model that is partitioned already (ZeRO-3) to the device.
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer.to(self.engine.device)
+        bind_muon(self.plan, self.engine, self.transposed)
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
         """Set the loss scale and the learning rate of a step.
@@ -154,8 +161,12 @@ class DeepSpeedTrainer:
         self.loss_fn.scale = len(micro_batches) * self.plan.strategy.zero_world_size / predicted
         if self.balance is not None:
             self.balance.share = micro_batch_weight(self.plan, len(micro_batches))
+        self._set_learning_rate(learning_rate)
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of an update; under Muon, AdamW's groups have a share of it."""
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
     def context_shard(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's share of its data rank's micro-batch."""
@@ -353,8 +364,7 @@ class ContrastiveTrainer(DataParallelTrainer):
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
         """Set the learning rate; there are no labels to count."""
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._set_learning_rate(learning_rate)
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
         dtype = DTYPES[self.plan.training.precision]

@@ -305,8 +305,10 @@ def zero_section(strategy: Layout, *, numel: int, device: DeviceKind) -> JsonObj
 STEPS_PER_PRINT_NEVER = 1_000_000_000
 
 
-OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "AdamW"}
-"""Maps a recipe's optimizer to DeepSpeed's `optimizer.type`."""
+OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "AdamW", "muon": "MuonAdamW"}
+"""Maps a recipe's optimizer to DeepSpeed's `optimizer.type`, or to this project's class."""
+OWN_OPTIMIZERS = frozenset({"muon"})
+"""Lists the optimizers that the ranks build (muon_optimizer.py): DeepSpeed gets no `optimizer`."""
 
 
 def ds_config(plan: Plan) -> JsonObject:
@@ -316,7 +318,7 @@ def ds_config(plan: Plan) -> JsonObject:
     WarmupLR warms up on a log curve). It has no `tensor_parallel`: that would shard the layers a
     second time.
     """
-    strategy, training, optimizer = plan.strategy, plan.training, plan.optimizer
+    strategy, training = plan.strategy, plan.training
     precision: dict[str, JsonValue] = {}
     if FORMATS[training.precision].is_half:
         precision[training.precision] = {"enabled": True}
@@ -328,18 +330,7 @@ def ds_config(plan: Plan) -> JsonObject:
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # left out, DeepSpeed clips at 1.0
-        "optimizer": {
-            "type": OPTIMIZER_NAMES[optimizer.name],
-            "params": {
-                "lr": optimizer.lr,
-                "betas": list(optimizer.betas),
-                "eps": optimizer.eps,
-                "weight_decay": optimizer.weight_decay,
-                # Else DeepSpeed compiles FusedAdam on each node. States in host memory want its
-                # vectorised CPUAdam.
-                "torch_adam": strategy.offload == "none" or plan.gpu == "cpu",
-            },
-        },
+        **_optimizer_section(plan),
         "zero_optimization": plan.zero,
         **precision,
         "steps_per_print": STEPS_PER_PRINT_NEVER,  # run/metrics.jsonl has every step
@@ -358,6 +349,26 @@ def ds_config(plan: Plan) -> JsonObject:
             pipeline |= {"pipe_partitioned": False, "grad_partitioned": False}
         config["pipeline"] = pipeline
     return merge_ds_config(config, plan.extra)
+
+
+def _optimizer_section(plan: Plan) -> JsonObject:
+    optimizer = plan.optimizer
+    if optimizer.name in OWN_OPTIMIZERS:
+        return {"zero_allow_untested_optimizer": True}
+    return {
+        "optimizer": {
+            "type": OPTIMIZER_NAMES[optimizer.name],
+            "params": {
+                "lr": optimizer.lr,
+                "betas": list(optimizer.betas),
+                "eps": optimizer.eps,
+                "weight_decay": optimizer.weight_decay,
+                # Else DeepSpeed compiles FusedAdam on each node. States in host memory want its
+                # vectorised CPUAdam.
+                "torch_adam": plan.strategy.offload == "none" or plan.gpu == "cpu",
+            },
+        }
+    }
 
 
 def ds_config_for_user_scripts(plan: Plan) -> JsonObject:

@@ -1,0 +1,84 @@
+"""Under the `deepspeed` launcher: Muon on the real engines, many cases of one world size.
+
+SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of cases_worker.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from deepspeed import comm as dist
+
+from shardwright.checkpoint.checkpoint_loader import cut, load_checkpoint, parameter_splits
+from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.parallel.expert_parallel import local_expert_range
+from shardwright.plan.plan import Plan
+from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
+from tests.figures import training_apart
+from tests.parity.cases_worker import compiled, main, train
+from tests.parity.engine_groups import from_rank_0
+from tests.parity.harness import STEPS, Case, recipe
+from tests.parity.muon import OPTIMIZER, muon_reference
+from tests.parity.reference import Reference
+
+SAVED = 4
+RESUMED = "resumed-"
+"""Cases of this name are saved at a step under ZeRO-1, and go on under the case's layout."""
+
+
+def measure(case: Case, folder: Path) -> dict[str, float]:
+    results, first = [], 1
+    if folder.name.startswith(RESUMED):
+        writer = dataclasses.replace(
+            case,
+            data=case.world,
+            tensor=1,
+            pipeline=1,
+            context=1,
+            expert=1,
+            zero_stage=1,
+            accumulation=case.batch // case.world // case.micro,
+        )
+        plan = _compiled(writer, folder / "writer")
+        trainer = build_trainer(plan, folder / "writer")
+        results, first = train(plan, folder / "writer", trainer, 1, SAVED), SAVED + 1
+        save_checkpoint(plan, folder / "writer", trainer, SAVED)
+    plan = _compiled(case, folder)
+    trainer = build_trainer(plan, folder, resumes=first > 1)
+    if first > 1:
+        step = folder / "writer" / plan.checkpoint.directory / f"step-{SAVED:08d}"
+        assert load_checkpoint(plan, trainer, step) == SAVED
+    results += train(plan, folder, trainer, first, STEPS)
+    check_master_weights(trainer.owned_shards())
+    wanted = from_rank_0(lambda: muon_reference(case, np.load(folder / "tokens.npy")))
+    return {
+        **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
+        "weight": _weight_difference(plan, trainer, wanted),
+    }
+
+
+def _compiled(case: Case, folder: Path) -> Plan:
+    training = recipe(case, folder)["training"]
+    return compiled(case, folder, training={**training, "optimizer": OPTIMIZER})
+
+
+def _weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
+    """Largest, of the fp32 weights that this rank owns."""
+    at, splits, off = plan.ranks[dist.get_rank()], parameter_splits(plan), []
+    for f in trainer.owned_shards():
+        whole = wanted.weights[f.name]
+        part = local_expert_range(plan, at, f.name, whole.shape[0])
+        whole = whole if part is None else whole.narrow(0, *part)
+        whole = cut(splits[f.name], whole, at.tensor)
+        whole = whole.t() if f.name in trainer.transposed else whole
+        mine = f.states["fp32"]
+        off.append(max_abs_diff(mine, whole.reshape(-1)[f.start : f.start + mine.numel()]))
+    return largest_difference(off)
+
+
+if __name__ == "__main__":
+    main(measure)

@@ -1,0 +1,50 @@
+"""Muon trains as a plain Muon of one process does, under every ZeRO stage and kind of rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwright.utils.numeric_difference import largest_difference
+from tests.parity.case_launches import launched
+from tests.parity.harness import LOSS_ABSOLUTE, Case
+
+NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-5
+
+TWO: dict[str, Case] = {
+    "llama-zero0": Case(model="llama", data=2, zero_stage=0),
+    "llama-zero1": Case(model="llama", data=2),
+    "gpt2-zero2": Case(model="gpt2-wide", data=2, zero_stage=2),
+    "llama-tied-zero3": Case(model="llama-tied", data=2, zero_stage=3),
+    "gpt2-pp2": Case(model="gpt2-wide", pipeline=2),
+    "llama-tied-pp2": Case(model="llama-tied", pipeline=2),
+    "qwen3-moe-zero2": Case(model="qwen3_moe-wide", data=2, zero_stage=2),
+    "qwen3-moe-expert2": Case(model="qwen3_moe-wide", data=2, expert=2),
+    "llama-tp2": Case(model="llama", tensor=2),
+    "gpt2-tp2-zero0": Case(model="gpt2-wide", tensor=2, zero_stage=0),
+    "resumed-llama-tied-pp2": Case(model="llama-tied", pipeline=2),
+    "resumed-gpt2-tp2": Case(model="gpt2-wide", tensor=2),
+    "resumed-qwen3-moe-zero3": Case(model="qwen3_moe-wide", data=2, zero_stage=3),
+}
+FOUR: dict[str, Case] = {
+    "llama-tied-tp2-zero3": Case(model="llama-tied", tensor=2, data=2, zero_stage=3),
+    "gpt2-tp2-pp2": Case(model="gpt2-wide", tensor=2, pipeline=2),
+    "llama-tp4": Case(model="llama", tensor=4),
+    "qwen3-moe-expert2-pp2": Case(model="qwen3_moe-wide", data=2, expert=2, pipeline=2),
+    "qwen3-moe-expert2-tp2": Case(model="qwen3_moe-wide", data=2, expert=2, tensor=2, zero_stage=3),
+    "dense-first-expert2-pp2": Case(model="dense-first-wide", data=2, expert=2, pipeline=2),
+    "llama-dualpipev": Case(
+        model="llama-deep", data=2, pipeline=2, schedule="dualpipev", accumulation=4
+    ),
+    "resumed-qwen3-moe-expert4": Case(model="qwen3_moe-wide", data=4, expert=4, zero_stage=2),
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
+def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
+    found = launched(cases, tmp_path, "muon_worker.py")
+    assert largest_difference(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
+    assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
+    assert largest_difference(line["weight"] for line in found.values()) <= WEIGHT_ABSOLUTE, found
