@@ -9,14 +9,21 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import torch
 from deepspeed import comm as dist
 
 from shardwright.checkpoint.checkpoint_loader import cut, load_checkpoint, parameter_splits
 from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
-from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
+from shardwright.compile.recipe_compiler import read_problem
+from shardwright.cost.peak_memory import estimate_memory
+from shardwright.engines.deepspeed.deepspeed_optimizer_shards import base_optimizer
+from shardwright.engines.deepspeed.deepspeed_trainers import DeepSpeedTrainer, build_trainer
 from shardwright.engines.trainer_protocol import Trainer
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.expert_parallel import local_expert_range
 from shardwright.plan.plan import Plan
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from tests.figures import training_apart
 from tests.parity.cases_worker import compiled, main, train
@@ -55,7 +62,10 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     results += train(plan, folder, trainer, first, STEPS)
     check_master_weights(trainer.owned_shards())
     wanted = from_rank_0(lambda: muon_reference(case, np.load(folder / "tokens.npy")))
+    held, counted = _state_bytes(plan, folder, trainer)
     return {
+        "state bytes": held,
+        "state bytes off": abs(held - counted),
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
         "weight": _weight_difference(plan, trainer, wanted),
     }
@@ -64,6 +74,25 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 def _compiled(case: Case, folder: Path) -> Plan:
     training = recipe(case, folder)["training"]
     return compiled(case, folder, training={**training, "optimizer": OPTIMIZER})
+
+
+def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
+    """Bytes of masters and moments on this rank, and the planner's count of them."""
+    assert isinstance(trainer, DeepSpeedTrainer)
+    base = base_optimizer(trainer.engine)
+    moments = [
+        value
+        for state in base.state.values()
+        for name, value in state.items()
+        if name != "step" and isinstance(value, torch.Tensor)
+    ]
+    masters = list(base.state) if plan.strategy.zero_stage > 0 else []
+    with CONTEXT_PARALLEL.aside():
+        problem = read_problem(load_recipe(folder / "recipe.yaml"))
+    layout, _ = price_planned_layout(problem, plan.strategy, plan.boundaries)
+    stage = estimate_memory(layout).stages[plan.ranks[dist.get_rank()].pipeline]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in (*moments, *masters))
+    return held, stage.optimizer_bytes
 
 
 def _weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:

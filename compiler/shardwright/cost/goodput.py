@@ -19,6 +19,7 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
 from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.muon_matrices import muon_parameters
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
@@ -262,8 +263,11 @@ def node_checkpoint_bytes(priced: PricedLayout) -> list[float]:
     whole = _numel_by_name(graph)
     total = sum(whole.values())
     left = 0 if priced.adapter_sizes else total - sum(whole[name] for name in names)
-    state_bytes = OPTIMIZERS[priced.recipe.training.optimizer.name].state_bytes
-    trained = state_bytes * (priced.adapter_sizes[-1] if priced.adapter_sizes else left)
+    row = OPTIMIZERS[priced.recipe.training.optimizer.name]
+    trained = row.state_bytes * (priced.adapter_sizes[-1] if priced.adapter_sizes else left)
+    if row.matrix_moments:
+        matrices = sum(p.numel for p in muon_parameters(graph, priced.recipe.model.freeze))
+        trained -= row.matrix_saving_bytes * matrices
     frozen = priced.element_bytes * (total - left)
     parts = [(trained, s.zero_stage >= 1, priced.trainable_numel_of)]
     if frozen:

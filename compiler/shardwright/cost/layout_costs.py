@@ -109,7 +109,9 @@ class StageCosts:
         priced = self._priced
         numel = priced.shapes.numel[-1] - priced.shapes.shared_numel
         experts = priced.shapes.expert_numel[-1] if priced.strategy.shards_experts else 0
-        return sum(model_state_bytes(priced, numel, experts=experts)) / priced.strategy.pipeline
+        matrices = priced.matrices[-1] if priced.matrices else 0
+        states = model_state_bytes(priced, numel, experts=experts, matrices=matrices)
+        return sum(states) / priced.strategy.pipeline
 
     def held(self, start: int, stop: int) -> tuple[float, float]:
         numel = self._priced.shapes.numel

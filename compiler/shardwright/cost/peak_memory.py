@@ -22,7 +22,7 @@ from shardwright.layout.formats import MASTER_BYTES, element_bytes
 from shardwright.layout.layout_estimate import Memory, StageMemory
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
-from shardwright.layout.zero_settings import BUCKET_NUMEL, LIVE_NUMEL
+from shardwright.layout.zero_settings import BUCKET_NUMEL, LIVE_NUMEL, MUON_BUCKET_NUMEL
 from shardwright.recipe.recipe_types import Recipe
 
 Floats = NDArray[np.float64]
@@ -68,7 +68,11 @@ def bytes_with_headroom(capacity_bytes: int) -> int:
 
 
 def model_state_bytes(
-    priced: PricedLayout, held: float, trained: float | None = None, experts: float = 0.0
+    priced: PricedLayout,
+    held: float,
+    trained: float | None = None,
+    experts: float = 0.0,
+    matrices: float = 0.0,
 ) -> tuple[float, float, float]:
     """Return (parameter, gradient, optimizer) bytes of a rank.
 
@@ -76,6 +80,7 @@ def model_state_bytes(
     trained: those of them that are trained, or LoRA's adapters beside them; None: all
     experts: those of them that expert ranks shard before ZeRO does; ZeRO's shards over all ranks
         have the same size with them
+    matrices: those of the trained ones that are Muon's
     """
     s, element = priced.strategy, priced.element_bytes
     numel = held if trained is None else trained
@@ -93,8 +98,10 @@ def model_state_bytes(
         numel / s.zero_world_size if s.zero_stage >= 2 else numel - elsewhere
     )
     training = priced.recipe.training
-    states = OPTIMIZERS[training.optimizer.name].held_bytes(training.precision, s.zero_stage)
-    optimizer = numel * states / (s.zero_world_size if s.zero_stage >= 1 else 1)
+    row = OPTIMIZERS[training.optimizer.name]
+    states = numel * row.held_bytes(training.precision, s.zero_stage)
+    states -= matrices * row.matrix_saving_bytes
+    optimizer = states / (s.zero_world_size if s.zero_stage >= 1 else 1)
     if s.offload != "none":
         optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
         if not priced.traits.overlaps_host_update:
@@ -112,6 +119,9 @@ def states_of_layers(priced: PricedLayout) -> Floats:
     )
     each, expert = (sum(model_state_bytes(priced, *args)) for args in ((1.0,), (0.0, None, 1.0)))
     found: Floats = each * (numel - numel[0])
+    if priced.matrices:
+        own = np.array(priced.matrices[1:-1], dtype=np.float64)
+        found = found + sum(model_state_bytes(priced, 0.0, matrices=1.0)) * (own - own[0])
     return found + expert * (experts - experts[0]) if priced.strategy.shards_experts else found
 
 
@@ -196,7 +206,11 @@ class RankMemoryModel:
         held = priced.numel_of_chunks(blocks)
         numel = priced.trainable_numel_of(blocks) if self._frozen else held
         states = model_state_bytes(
-            priced, held, numel if self._frozen else None, priced.expert_numel_of(blocks)
+            priced,
+            held,
+            numel if self._frozen else None,
+            priced.expert_numel_of(blocks),
+            priced.matrix_numel_of(blocks),
         )
         activations = sum(
             [
@@ -214,6 +228,7 @@ class RankMemoryModel:
         if priced.strategy.pipeline == 1:
             backward += bucket
         step = bucket + _copied_bytes(priced, numel) + _returning_bytes(priced, numel)
+        step += _newton_schulz_bytes(priced, blocks)
         parameters, gradients, optimizer = round(states[0]), round(states[1]), round(states[2])
         saved, workspace = (
             round(activations),
@@ -446,3 +461,20 @@ def _returning_bytes(priced: PricedLayout, numel: int) -> float:
     tensors = [p.n * p.k for kind in priced.shapes.kinds for p in kind.products]
     largest = max(priced.shapes.head_width * priced.graph.hidden_size, *tensors)
     return MASTER_BYTES * min(largest, numel / s.zero_world_size)
+
+
+_NEWTON_SCHULZ_COPIES = 5
+"""Counts the tensors of a matrix's size in an iteration: the update, X, its transpose's copy, the
+product and the next X (parallel/newton_schulz.py)."""
+
+
+def _newton_schulz_bytes(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
+    """Return the temporary bytes of Muon's update: a bucket of gathered matrices, and an
+    iteration's copies of the largest one."""
+    if not priced.matrix_numel_of(blocks):
+        return 0.0
+    largest = max(p.n * p.k for kind in priced.shapes.kinds for p in kind.products)
+    at_a_time = min(max(MUON_BUCKET_NUMEL, largest), priced.matrix_numel_of(blocks))
+    shared = priced.strategy.zero_stage >= 1 or priced.strategy.tensor > 1
+    element = min(priced.element_bytes, MASTER_BYTES)
+    return (shared * at_a_time + _NEWTON_SCHULZ_COPIES * min(largest, at_a_time)) * element

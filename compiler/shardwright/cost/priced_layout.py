@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from shardwright.cost.calibrated_costs import (
     calibration_for,
@@ -23,6 +23,8 @@ from shardwright.layout.formats import LOW_PRECISION_FORMATS, accumulation_dtype
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
 from shardwright.layout.layout import Layout, chunk_length
+from shardwright.layout.muon_matrices import muon_parameters, newton_schulz_flops
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.tensor_parallel_map import split_parameter
 from shardwright.models.model_graph import ModelGraph
@@ -59,6 +61,8 @@ class PricedLayout:
     ranks: chunks of each pipeline rank
     adapter_sizes: LoRA's elements, prefix sums over graph.layers; () without LoRA
     frozen: local parameters of `model.freeze`, prefix sums; () where there are none
+    matrices: local parameters of Muon's matrices, prefix sums; () under other optimizers
+    newton_schulz_flops: an update's, of the unsharded matrices, prefix sums; () likewise
     """
 
     problem: Problem
@@ -75,6 +79,8 @@ class PricedLayout:
     ranks: tuple[tuple[ModelChunk, ...], ...] = ()
     adapter_sizes: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
+    matrices: tuple[int, ...] = ()
+    newton_schulz_flops: tuple[int, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -143,6 +149,16 @@ class PricedLayout:
     def frozen_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
         """Return the parameters of `model.freeze`."""
         return sum(self.frozen[b.stop] - self.frozen[b.start] for b in blocks) if self.frozen else 0
+
+    def matrix_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
+        """Return the parameters of Muon's matrices."""
+        sums = self.matrices
+        return sum(sums[b.stop] - sums[b.start] for b in blocks) if sums else 0
+
+    def newton_schulz_flops_of(self, blocks: tuple[ModelChunk, ...]) -> int:
+        """Return the FLOPs of the Newton-Schulz iterations of an update of these layers."""
+        sums = self.newton_schulz_flops
+        return sum(sums[b.stop] - sums[b.start] for b in blocks) if sums else 0
 
     @property
     def has_frozen(self) -> bool:
@@ -221,6 +237,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         frozen=()
         if recipe.lora is not None
         else _frozen(graph, recipe.model.freeze, strategy.tensor),
+        **_matrices(recipe, graph, strategy.tensor),
     )
 
 
@@ -337,3 +354,28 @@ def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[in
         counted.update(p.name for p in own)
         numel.append(sum(split_parameter(graph, p, tensor).shard_numel(0) for p in own))
     return (0, *itertools.accumulate(numel))
+
+
+class _MatrixSums(TypedDict, total=False):
+    matrices: tuple[int, ...]
+    newton_schulz_flops: tuple[int, ...]
+
+
+def _matrices(recipe: Recipe, graph: ModelGraph, tensor: int) -> _MatrixSums:
+    """Return the fields of Muon's matrices."""
+    steps = recipe.training.optimizer.ns_steps
+    if not OPTIMIZERS[recipe.training.optimizer.name].matrix_moments or steps is None:
+        return {}
+    numel, flops = _matrix_sums(graph, recipe.model.freeze, tensor, steps)
+    return {"matrices": numel, "newton_schulz_flops": flops}
+
+
+@memoize(lambda graph, freeze, tensor, steps: (graph.identity, freeze, tensor, steps))
+def _matrix_sums(
+    graph: ModelGraph, freeze: tuple[str, ...], tensor: int, steps: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    names = {p.name for p in muon_parameters(graph, freeze)}
+    own = [[p for p in layer.parameters if p.name in names] for layer in graph.layers]
+    numel = [sum(split_parameter(graph, p, tensor).shard_numel(0) for p in each) for each in own]
+    flops = [sum(newton_schulz_flops(graph, p, steps) for p in each) for each in own]
+    return (0, *itertools.accumulate(numel)), (0, *itertools.accumulate(flops))

@@ -42,7 +42,7 @@ from shardwright.cost.layer_times import (
     pass_times,
     peak_flops,
 )
-from shardwright.cost.priced_layout import PricedLayout
+from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_flops, feature_gather_seconds
 from shardwright.cost.vision_encoder_flops import vision_encoder_flops
 from shardwright.layout import interleaved_schedule
@@ -398,7 +398,10 @@ def estimate_time(priced: PricedLayout) -> Time:
         data_comm = max(data_comm, host_transfer_seconds(priced, slowest, worst.compute))
     trained = [priced.trainable_numel_of(blocks) for blocks in priced.ranks]
     update = {numel: _optimizer_seconds(priced, numel) for numel in set(trained)}
-    optimizers = [update[numel] for numel in trained]
+    optimizers = [
+        update[numel] + newton_schulz_seconds(priced, blocks)
+        for numel, blocks in zip(trained, priced.ranks, strict=True)
+    ]
     optimizer = max(optimizers)
     alone = schedule + data_comm + optimizer
     computing = [m * stage.compute + own for stage, own in zip(stages, optimizers, strict=True)]
@@ -632,7 +635,33 @@ def _reduced_seconds(priced: PricedLayout, group: Group, numel: float) -> float:
 
 
 def optimizer_seconds(priced: PricedLayout, rank: int) -> float:
-    return _optimizer_seconds(priced, priced.trainable_numel_of(priced.ranks[rank]))
+    blocks = priced.ranks[rank]
+    return _optimizer_seconds(priced, priced.trainable_numel_of(blocks)) + newton_schulz_seconds(
+        priced, blocks
+    )
+
+
+def newton_schulz_seconds(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
+    """Return the seconds of Muon's Newton-Schulz iterations on a rank, and of gathering matrices.
+
+    Ranks that share matrices share out the iterations. ZeRO-3 and tensor ranks share each matrix;
+    below, a flat partition's ends alone cut one (engines/deepspeed/muon_optimizer.py).
+    """
+    flops, numel = priced.newton_schulz_flops_of(blocks), priced.matrix_numel_of(blocks)
+    if not flops:
+        return 0.0
+    s, c = priced.strategy, priced.constants
+    ranks = s.zero_world_size * s.tensor if s.zero_stage >= 1 or s.tensor > 1 else 1
+    rate = peak_flops(priced.cluster.gpu, priced.recipe.training.precision) * c.gemm_efficiency
+    seconds = flops / ranks / rate
+    if ranks > 1:
+        layers = sum(b.stop - b.start for b in blocks)
+        cut = 1.0 if s.zero_stage == 3 or s.tensor > 1 else min(1.0, (ranks - 1) / layers)
+        elsewhere = priced.expert_numel_of(blocks) * (1 - 1 / s.expert_shard_ratio)
+        moved = cut * max(0.0, numel - elsewhere) * s.tensor * priced.element_bytes
+        group = priced.group(ranks, 1)
+        seconds += 2 * all_reduce_seconds(priced.cluster, c, group, moved, 0)
+    return seconds
 
 
 def _optimizer_seconds(priced: PricedLayout, numel: int) -> float:

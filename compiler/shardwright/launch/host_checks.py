@@ -463,8 +463,10 @@ def _devices(x: HostCheckInput) -> HostCheck:
 
 
 def _disk(x: HostCheckInput) -> HostCheck:
-    states = OPTIMIZERS[x.plan.optimizer.name].state_bytes
-    needed = x.plan.model.total_parameters * (element_bytes(x.plan.training.precision) + states)
+    row = OPTIMIZERS[x.plan.optimizer.name]
+    states = element_bytes(x.plan.training.precision) + row.state_bytes
+    needed = x.plan.model.total_parameters * states
+    needed -= x.plan.muon_elements * row.matrix_saving_bytes
     problems = []
     for probed in x.answers:
         free = probed.facts.free_bytes

@@ -15,6 +15,8 @@ BUCKET_NUMEL = 500_000_000
 PREFETCH_NUMEL = 50_000_000
 """ZeRO-3 gathers up to this many parameters ahead; a larger parameter is gathered by itself."""
 LIVE_NUMEL = 1_000_000_000
+MUON_BUCKET_NUMEL = 2**26
+"""Muon gathers up to this many elements of shared matrices at a time, or one larger matrix."""
 
 # hpZ keeps a second copy of ZeRO-3's weights inside each node. The layout decides; a recipe can
 # disable it.

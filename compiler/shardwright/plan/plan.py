@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -314,6 +315,16 @@ class Plan:
     def muon_parts(self, parameter: str) -> tuple[int, ...] | None:
         """Return the rows of the matrices that a parameter joins; None where AdamW has it."""
         return self.muon.get(parameter, self.muon.get(name_pattern(parameter)))
+
+    @property
+    def muon_elements(self) -> int:
+        """Return the elements of the parameters that Muon orthogonalizes."""
+        named = {p.name: p.shape for m in self.tensor_parallel.modules for p in m.parameters}
+        return sum(
+            math.prod(shape)
+            for name, shape in named.items()
+            if self.muon and self.muon_parts(name) is not None
+        )
 
     def expert_shard_count(self, parameter: str) -> int:
         """Return the equal shards of its first dimension, one for each expert rank, or 1."""

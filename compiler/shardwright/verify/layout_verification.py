@@ -183,6 +183,7 @@ def _prepare(
         ReferenceAuxLoss,
         loaded,
         merge_reference_lora,
+        reference_muon,
         train,
     )
 
@@ -256,6 +257,7 @@ def _prepare(
         balance=None
         if balance is None
         else ReferenceAuxLoss(reference, balance.coefficient, balance.affinity),
+        muon=reference_muon(reference, plan),
     )
     if recipe.lora is not None:
         scale = recipe.lora.alpha / min(recipe.lora.rank, tiny_copy.RANK)

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.engines.reference.reference_optimizer import ReferenceAdamW, ReferenceMuon
 from shardwright.models.mixture_of_experts import AFFINITIES, find_routers
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.task_registry import task_of
+from shardwright.plan.plan import Plan
 
 Rows = list[dict[str, Any]]
 """Sequences of one global batch as model inputs with "labels"; each entry is one forward.
@@ -82,6 +83,7 @@ def train(
     held_out: Rows | None = None,
     every: int = 1,
     balance: ReferenceAuxLoss | None = None,
+    muon: ReferenceMuon | None = None,
 ) -> Reference:
     """Train on `blocks`, one entry a step, with Hugging Face's loss: sum over predicted tokens /
     their number.
@@ -90,10 +92,17 @@ def train(
         differs.
     held_out: sequences evaluated after each `every` steps and after the last.
     balance: the routers' auxiliary loss.
+    muon: updates its matrices in AdamW's place, at the same rate.
     """
     model.train()
     optimizer = ReferenceAdamW(
-        model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype
+        model,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        clipping=clipping,
+        dtype=dtype,
+        muon=muon,
     )
     losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):
@@ -255,3 +264,18 @@ def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tens
 
 def cosine(lr: float, step: int, warmup: int, steps: int) -> float:
     return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def reference_muon(model: nn.Module, plan: Plan) -> ReferenceMuon | None:
+    """Return the plan's Muon; None where AdamW has all parameters."""
+    optimizer = plan.optimizer
+    if optimizer.momentum is None or optimizer.ns_steps is None:
+        return None
+    transposed = (f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Conv1D))
+    return ReferenceMuon(
+        parts=plan.muon_parts,
+        transposed=frozenset(transposed),
+        momentum=optimizer.momentum,
+        steps=optimizer.ns_steps,
+        weight_decay=optimizer.weight_decay,
+    )

@@ -18,7 +18,7 @@ from shardwright.layout.layout import Layout
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_patterns
 from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
-from shardwright.recipe.recipe_types import DOCUMENT_KINDS, LoraSection, Recipe
+from shardwright.recipe.recipe_types import DOCUMENT_KINDS, LoraSection, OptimizerSection, Recipe
 from shardwright.search.attention_rules import length_switches
 from shardwright.utils.json_values import JsonObject, JsonValue
 
@@ -152,6 +152,24 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
     }
 
 
+def _tiny_optimizer(optimizer: OptimizerSection) -> JsonObject:
+    muon: dict[str, JsonValue] = {}
+    if optimizer.ns_steps is not None:
+        muon = {
+            "momentum": optimizer.momentum,
+            "ns_steps": optimizer.ns_steps,
+            "adamw_lr": LR,
+        }
+    return {
+        "name": optimizer.name,
+        "lr": LR,
+        "betas": list(BETAS),
+        "eps": EPS,
+        "weight_decay": DECAY,
+        **muon,
+    }
+
+
 def held_out_rows(s: Layout) -> int:
     """Return a count of held-out sequences: more than one pipeline pass, and no multiple of the
     data ranks' share."""
@@ -211,13 +229,7 @@ def tiny_recipe(
             "global_batch_size": batch_of(s),
             "steps": STEPS,
             "precision": "fp32",
-            "optimizer": {
-                "name": training.optimizer.name,
-                "lr": LR,
-                "betas": list(BETAS),
-                "eps": EPS,
-                "weight_decay": DECAY,
-            },
+            "optimizer": _tiny_optimizer(training.optimizer),
             "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "min_lr": 0},
             "gradient_clipping": CLIPPING if training.gradient_clipping else 0.0,
             "seed": SEED,

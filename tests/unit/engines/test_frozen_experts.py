@@ -23,6 +23,7 @@ def test_a_layer_of_experts_is_told_of_where_one_is_trained(frozen: tuple[str, .
         tensor_parallel=SimpleNamespace(
             modules=[SimpleNamespace(parameters=[SimpleNamespace(name=name)]) for name in NAMES]
         ),
+        muon={},
         is_expert_parameter=lambda name: name.endswith("experts.gate_up_proj"),
     )
     module = nn.Linear(2, 2)

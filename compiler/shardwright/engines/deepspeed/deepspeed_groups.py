@@ -139,9 +139,8 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
     """Return the optimizer's parameter groups: Muon's matrices, decaying or not, experts in groups
     of their own."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    matrices = {
-        p for name, p in named_parameters(plan, module).items() if plan.muon_parts(name) is not None
-    }
+    by_name = named_parameters(plan, module) if plan.muon else {}
+    matrices = {p for name, p in by_name.items() if plan.muon_parts(name) is not None}
     experts = [(name, p) for name, p in named if is_moe_param(p)]
     dense = [(name, p) for name, p in named if not is_moe_param(p)]
     if plan.strategy.pipeline > 1:

@@ -18,11 +18,9 @@ from deepspeed import comm as dist
 from shardwright.engines.deepspeed.deepspeed_groups import own_group
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.parameter_sharding import ParameterSharding
+from shardwright.layout.zero_settings import MUON_BUCKET_NUMEL
 from shardwright.parallel.newton_schulz import orthogonalized
 from shardwright.plan.plan import Plan
-
-_BUCKET_ELEMENTS = 2**26
-"""Limits the elements that are gathered at a time; a larger matrix is gathered by itself."""
 
 
 @dataclass(slots=True)
@@ -179,7 +177,7 @@ class MuonAdamW(torch.optim.AdamW):
 def _buckets(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
     bucket: list[Matrix] = []
     for matrix in matrices:
-        if bucket and sum(m.full_numel for m in bucket) + matrix.full_numel > _BUCKET_ELEMENTS:
+        if bucket and sum(m.full_numel for m in bucket) + matrix.full_numel > MUON_BUCKET_NUMEL:
             yield bucket
             bucket = []
         bucket.append(matrix)

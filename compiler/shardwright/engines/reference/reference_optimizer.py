@@ -1,11 +1,48 @@
-"""Implement AdamW over fp32 masters with one gradient norm, for a model on one process."""
+"""Implement AdamW and Muon over fp32 masters with one gradient norm, on one process."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from shardwright.parallel.newton_schulz import orthogonalized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceMuon:
+    """Update matrices by name (https://kellerjordan.github.io/posts/muon).
+
+    parts: returns the rows of the matrices that a weight joins, () for one; None where AdamW has it
+    transposed: names of weights that are stored as (in, out)
+    """
+
+    parts: Callable[[str], tuple[int, ...] | None]
+    transposed: frozenset[str]
+    momentum: float
+    steps: int
+    weight_decay: float
+    _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def takes(self, name: str) -> bool:
+        return self.parts(name) is not None
+
+    @torch.no_grad()
+    def update(self, name: str, weight: torch.Tensor, rate: float) -> None:
+        """Apply Nesterov's momentum, Newton-Schulz and decoupled weight decay."""
+        gradient = weight.grad
+        assert gradient is not None
+        buffer = self._buffers.setdefault(name, torch.zeros_like(gradient))
+        buffer.lerp_(gradient, 1 - self.momentum)
+        update = gradient.lerp(buffer, self.momentum)
+        is_transposed = name in self.transposed
+        matrix = update.t().contiguous() if is_transposed else update
+        matrix = orthogonalized(matrix, self.parts(name) or (), self.steps)
+        weight.mul_(1 - rate * self.weight_decay)
+        weight.sub_(matrix.t() if is_transposed else matrix, alpha=rate)
 
 
 class ReferenceAdamW:
@@ -25,10 +62,12 @@ class ReferenceAdamW:
         weight_decay: float,
         clipping: float,
         dtype: torch.dtype = torch.float32,
+        muon: ReferenceMuon | None = None,
     ) -> None:
         """Cast the fp32 model to `dtype`; buffers keep theirs.
 
         clipping: maximum gradient norm; 0 turns clipping off
+        muon: updates its matrices in AdamW's place
         """
         self.live = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {p: name for name, p in self.live.items()}
@@ -44,6 +83,7 @@ class ReferenceAdamW:
         ]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps)
         self.clipping = clipping
+        self.muon = muon
         self.unused: frozenset[str] = frozenset()
 
     def accumulate_master_gradients(self) -> None:
@@ -64,8 +104,12 @@ class ReferenceAdamW:
             nn.utils.clip_grad_norm_(list(self.masters.values()), self.clipping)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        self.adamw.step()
         self.unused = frozenset(name for name, p in self.masters.items() if p.grad is None)
+        for name, p in self.masters.items():
+            if self.muon is not None and p.grad is not None and self.muon.takes(name):
+                self.muon.update(name, p, rate)
+                p.grad = None
+        self.adamw.step()
         self.adamw.zero_grad()
         self.copy_masters_to_model()
         return norm
