@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
 from tests.parity.case_launches import launched
-from tests.parity.harness import LOSS_ABSOLUTE, Case
+from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, Case
 
 NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-5
 
@@ -40,6 +40,11 @@ FOUR: dict[str, Case] = {
     ),
     "resumed-qwen3-moe-expert4": Case(model="qwen3_moe-wide", data=4, expert=4, zero_stage=2),
 }
+BF16: dict[str, Case] = {
+    "llama-zero1": Case(model="llama", data=2, precision="bf16"),
+    "llama-zero3": Case(model="llama", data=2, zero_stage=3, precision="bf16"),
+    "gpt2-pp2": Case(model="gpt2-wide", pipeline=2, precision="bf16"),
+}
 
 
 @pytest.mark.launch
@@ -57,3 +62,12 @@ def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> N
         for name, line in found.items()
         if cases[name].tensor == 1
     ), found
+
+
+@pytest.mark.launch
+def test_half_precision_trains_as_one_process(tmp_path: Path) -> None:
+    """The iterations run in bf16 there, on masters and momentum in fp32."""
+    found = launched(BF16, tmp_path, "muon_worker.py")
+    assert largest_difference(line["loss"] for line in found.values()) <= BF16_RELATIVE, found
+    assert largest_difference(line["norm"] for line in found.values()) <= BF16_RELATIVE, found
+    assert all(line["state bytes off"] <= 72 for line in found.values()), found

@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.checkpoint.checkpoint_compatibility import check_resumable, same_sharding
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan import Plan, PlanLora, plan_to_json, read_plan
+from shardwright.plan.plan import Plan, PlanLora, plan_from_json, plan_to_json, read_plan
 
 
 @pytest.fixture
@@ -112,3 +112,28 @@ def test_other_tokenizers_are_refused(plan: Plan, compiled: Path, tmp_path: Path
             notes(files, files, out, tmp_path)
         assert refused.value.diagnostics[0].code == "SW6204"
         (folder / "tokenizer" / "added_tokens.json").unlink()
+
+
+def test_states_of_another_optimizer_are_refused(
+    plan: Plan, compiled: Path, tmp_path: Path
+) -> None:
+    muon = changed(plan, "optimizer", name="muon", momentum=0.95, ns_steps=5, adamw_lr=3e-4)
+    with pytest.raises(Refusal) as refused:
+        notes(muon, plan, compiled, tmp_path)
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW6260"
+    assert "states of adamw" in diagnostic.message and "trains with muon" in diagnostic.message
+    assert "name: adamw" in diagnostic.help
+
+
+def test_a_plan_of_adamw_has_no_key_of_muon(plan: Plan) -> None:
+    text = plan_to_json(plan)
+    assert not any(f'"{key}"' in text for key in ("muon", "momentum", "ns_steps", "adamw_lr"))
+    muon = dataclasses.replace(
+        changed(plan, "optimizer", name="muon", momentum=0.95, ns_steps=5, adamw_lr=3e-4),
+        muon={"model.layers.*.mlp.up_proj.weight": (), "a.*.qkv.weight": (4, 2, 2)},
+    )
+    assert plan_from_json(plan_to_json(muon)) == muon
+    assert muon.muon_parts("model.layers.3.mlp.up_proj.weight") == ()
+    assert muon.muon_parts("a.0.qkv.weight") == (4, 2, 2)
+    assert muon.muon_parts("model.norm.weight") is None

@@ -1,0 +1,52 @@
+"""Keys of `training.optimizer` that one optimizer takes: defaults, refusals, and recipes without
+them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwright.diagnostics import Refusal
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from tests.unit.recipe.test_bad_input import GOOD, changed
+
+
+def loaded(folder: Path, optimizer: str | None) -> Recipe:
+    text = (
+        GOOD if optimizer is None else changed("steps: 20", f"steps: 20\n  optimizer: {optimizer}")
+    )
+    (folder / "recipe.yaml").write_text(text)
+    return load_recipe(folder / "recipe.yaml")
+
+
+def test_muon_has_defaults_of_its_own(tmp_path: Path) -> None:
+    section = loaded(tmp_path, "{name: muon}").training.optimizer
+    assert (section.lr, section.momentum, section.ns_steps) == (0.02, 0.95, 5)
+    assert (section.adamw_lr, section.weight_decay) == (3e-4, 0.1)
+    own = "{name: muon, lr: 1e-2, momentum: 0.9, ns_steps: 6, adamw_lr: 1e-4, betas: [0.9, 0.99]}"
+    section = loaded(tmp_path, own).training.optimizer
+    assert (section.lr, section.momentum, section.ns_steps) == (0.01, 0.9, 6)
+    assert (section.adamw_lr, section.betas) == (1e-4, (0.9, 0.99))
+    said = loaded(tmp_path, "{name: muon, momentum: null}").training.optimizer
+    assert said.momentum == 0.95
+
+
+@pytest.mark.parametrize("key", ["momentum", "ns_steps", "adamw_lr"])
+@pytest.mark.parametrize("name", ["", "name: adamw, "])
+def test_adamw_takes_none_of_them(key: str, name: str, tmp_path: Path) -> None:
+    value = 5 if key == "ns_steps" else 0.5
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, f"{{{name}{key}: {value}}}")
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1226" and diagnostic.key == ("training", "optimizer", key)
+    assert refused.value.source is not None
+    assert refused.value.source.locations[diagnostic.key].line == 13
+
+
+def test_a_recipe_without_them_is_the_same_recipe(tmp_path: Path) -> None:
+    without = loaded(tmp_path, None).document["training"]
+    null = loaded(tmp_path, "{momentum: null, ns_steps: null, adamw_lr: null}").document["training"]
+    assert without == null
+    assert "momentum" not in str(without)
