@@ -33,13 +33,13 @@ MATRICES_A_WEIGHT = {"c_attn": 3, "gate_up_proj": 2}
 def zeropower(g: torch.Tensor) -> torch.Tensor:
     """The post's zeropower_via_newtonschulz5 on one matrix."""
     a, b, c = (3.4445, -4.7750, 2.0315)
-    x = g / (g.norm() + 1e-7)
+    x: torch.Tensor = g / (g.norm() + 1e-7)
     if g.size(0) > g.size(1):
-        x = x.T
+        x = x.t()
     for _ in range(NS_STEPS):
-        gram = x @ x.T
+        gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if g.size(0) > g.size(1) else x
+    return x.t() if g.size(0) > g.size(1) else x
 
 
 def orthogonal_update(g: torch.Tensor, joined: int) -> torch.Tensor:

@@ -463,18 +463,17 @@ def _returning_bytes(priced: PricedLayout, numel: int) -> float:
     return MASTER_BYTES * min(largest, numel / s.zero_world_size)
 
 
-_NEWTON_SCHULZ_COPIES = 5
-"""Counts the tensors of a matrix's size in an iteration: the update, X, its transpose's copy, the
-product and the next X (parallel/newton_schulz.py)."""
-
-
 def _newton_schulz_bytes(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
-    """Return the temporary bytes of Muon's update: a bucket of gathered matrices, and an
-    iteration's copies of the largest one."""
+    """Return the temporary bytes of Muon's update (parallel/newton_schulz.py).
+
+    They are a bucket of gathered weights or the copy of one, its result, and in an iteration X, two
+    products and the next X of some experts.
+    """
     if not priced.matrix_numel_of(blocks):
         return 0.0
-    largest = max(p.n * p.k for kind in priced.shapes.kinds for p in kind.products)
-    at_a_time = min(max(MUON_BUCKET_NUMEL, largest), priced.matrix_numel_of(blocks))
-    shared = priced.strategy.zero_stage >= 1 or priced.strategy.tensor > 1
-    element = min(priced.element_bytes, MASTER_BYTES)
-    return (shared * at_a_time + _NEWTON_SCHULZ_COPIES * min(largest, at_a_time)) * element
+    s = priced.strategy
+    weight = priced.largest_matrices / (s.expert if s.shards_experts else 1)
+    shares = s.zero_stage >= 1 or s.tensor > 1
+    gathered = max(MUON_BUCKET_NUMEL, weight) if shares else weight
+    gathered = min(gathered, s.tensor * priced.matrix_numel_of(blocks))
+    return (gathered + weight + 4 * min(MUON_BUCKET_NUMEL, weight)) * priced.element_bytes

@@ -63,6 +63,7 @@ class PricedLayout:
     frozen: local parameters of `model.freeze`, prefix sums; () where there are none
     matrices: local parameters of Muon's matrices, prefix sums; () under other optimizers
     newton_schulz_flops: an update's, of the unsharded matrices, prefix sums; () likewise
+    largest_matrices: elements of the largest unsharded weight among Muon's, all experts included
     """
 
     problem: Problem
@@ -81,6 +82,7 @@ class PricedLayout:
     frozen: tuple[int, ...] = ()
     matrices: tuple[int, ...] = ()
     newton_schulz_flops: tuple[int, ...] = ()
+    largest_matrices: int = 0
 
     @property
     def recipe(self) -> Recipe:
@@ -359,6 +361,7 @@ def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[in
 class _MatrixSums(TypedDict, total=False):
     matrices: tuple[int, ...]
     newton_schulz_flops: tuple[int, ...]
+    largest_matrices: int
 
 
 def _matrices(recipe: Recipe, graph: ModelGraph, tensor: int) -> _MatrixSums:
@@ -367,7 +370,8 @@ def _matrices(recipe: Recipe, graph: ModelGraph, tensor: int) -> _MatrixSums:
     if not OPTIMIZERS[recipe.training.optimizer.name].matrix_moments or steps is None:
         return {}
     numel, flops = _matrix_sums(graph, recipe.model.freeze, tensor, steps)
-    return {"matrices": numel, "newton_schulz_flops": flops}
+    largest = max((p.numel for p in muon_parameters(graph, recipe.model.freeze)), default=0)
+    return {"matrices": numel, "newton_schulz_flops": flops, "largest_matrices": largest}
 
 
 @memoize(lambda graph, freeze, tensor, steps: (graph.identity, freeze, tensor, steps))
