@@ -1,4 +1,4 @@
-"""The ready recipes of expert ranks and of context ranks train on this machine as they stand."""
+"""The ready recipes of expert ranks, of context ranks and of Muon train on this machine as they stand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 12
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ["tiny-moe-cpu", "tiny-long-cpu"])
+@pytest.mark.parametrize("name", ["tiny-moe-cpu", "tiny-long-cpu", "tiny-llama-muon-cpu"])
 def test_a_ready_recipe_trains(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     must(
@@ -31,5 +31,7 @@ def test_a_ready_recipe_trains(name: str, tmp_path: Path) -> None:
         of_rank = json.loads((out / "run/ranks/rank-00000.json").read_text())["shapes"]
         experts = [shape for path, shape in of_rank.items() if ".experts." in path]
         assert experts and {shape[0] for shape in experts} == {8 // plan["strategy"]["expert"]}
-    else:
+    elif name == "tiny-long-cpu":
         assert plan["strategy"]["context"] == 2
+    else:
+        assert "model.layers.*.mlp.up_proj.weight" in plan["muon"]
