@@ -252,6 +252,15 @@ def recipes() -> tuple[Recipe, ...]:
         recipe_of(cluster={**cluster, "inter_node_gbits_per_second": 50.0}, training=training),
         dataclasses.replace(plain, tracking=dataclasses.replace(plain.tracking, noise_scale=NOISE)),
         recipe_of(
+            cluster=cluster,
+            training={
+                **training,
+                "optimizer": dataclasses.replace(
+                    plain.training.optimizer, name="muon", momentum=0.95, ns_steps=5, adamw_lr=3e-4
+                ),
+            },
+        ),
+        recipe_of(
             cluster={
                 "nodes": 5,
                 "gpus_per_node": 4,
