@@ -542,7 +542,7 @@ RUN_CODES: dict[str, str] = {
     "SW6256": "a rank adapts other modules than planned",
     "SW6257": "two parameters of a rank would be saved by one name",
     "SW6259": "a rank holds, trains or freezes other parameters than planned",
-    "SW6260": "a rank converts other linears than planned",
+    "SW6261": "a rank converts other linears than planned",
     "SW6258": "an export of adapters that peft would load into other modules",
     "SW6207": "a resumed run takes its samples in another order",
     "SW6208": "checkpoint.upload_to cannot be used",

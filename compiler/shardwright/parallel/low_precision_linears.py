@@ -22,7 +22,7 @@ def convert_linears(model: nn.Module, plan: Plan, recipes: Mapping[str, str]) ->
 
     recipes: format -> torchao's name for it
 
-    Raises Refusal with SW6017, or SW6260 where a planned module is no linear.
+    Raises Refusal with SW6017, or SW6261 where a planned module is no linear.
     """
     if plan.low_precision is None:
         return
@@ -35,7 +35,7 @@ def convert_linears(model: nn.Module, plan: Plan, recipes: Mapping[str, str]) ->
     for path in plan.low_precision.modules:
         if type(module := model.get_submodule(path)) is not nn.Linear:
             raise refusal(
-                "SW6260",
+                "SW6261",
                 f"{path} is a {type(module).__name__}, no linear that low precision converts",
                 "Nothing was trained. Name it in training.low_precision_keep, and compile again.",
                 ("training", "low_precision"),
