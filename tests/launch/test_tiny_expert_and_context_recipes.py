@@ -1,4 +1,4 @@
-"""The ready recipes of expert ranks, of context ranks and of Muon train on this machine as they stand."""
+"""The ready recipes of expert ranks, of context ranks and of Muon train on this machine."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ def newton_schulz(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = _A * x + (_B * gram + _C * gram @ gram) @ x
-    return x.mT if is_tall else x
+    found: torch.Tensor = x.mT if is_tall else x
+    return found
 
 
 def orthogonalized(update: torch.Tensor, parts: tuple[int, ...], steps: int) -> torch.Tensor:
