@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +21,9 @@ from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.code_explanations import megatron_args_explanations
 from shardwright.engines.megatron import megatron_equivalence
+from shardwright.engines.megatron.megatron_arguments import MissingOption, schedule_options
+from shardwright.plan.plan import PlanScheduler
+from shardwright.recipe.learning_rate_schedules import scheduled_rate
 from shardwright.recipe.recipe_loader import load_recipe
 from tools.generate.megatron_argument_parser import OPTIONS, ROOT, unpacked
 
@@ -116,6 +120,87 @@ def test_megatron_refuses_what_its_parser_lets_through() -> None:
     for code, (example, instead) in found.items():
         assert REFUSED[code] in example, (code, example)
         assert REFUSED[code] not in instead, (code, instead)
+
+
+LR, UPDATES, RISING = 3e-4, 41, 7
+MEGATRON_SCHEDULES: list[dict[str, Any]] = [
+    {"name": "constant"},
+    {"name": "constant_with_warmup"},
+    {"name": "linear", "min_lr": 3e-5},
+    {"name": "cosine", "num_cycles": 0.5},
+    {"name": "cosine_with_min_lr", "min_lr": 3e-5},
+    {"name": "polynomial"},
+    {"name": "polynomial", "lr_end": 2e-5, "power": 1.0},
+    {"name": "inverse_sqrt"},
+    {"name": "inverse_sqrt", "timescale": RISING},
+    {"name": "wsd", "decay_steps": 11, "min_lr": 3e-5},
+    {"name": "wsd", "decay_steps": 11, "decay_type": "1-sqrt"},
+    {"name": "warmup_stable_decay", "decay_steps": 11, "min_lr": 3e-5},
+    {"name": "warmup_stable_decay", "decay_steps": 11, "decay_type": "linear", "num_cycles": 2.0},
+]
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"
+)
+@pytest.mark.parametrize("keys", MEGATRON_SCHEDULES)
+def test_a_schedule_written_for_megatron_has_the_plans_rates(keys: dict[str, Any]) -> None:
+    """Megatron-LM counts as transformers does: update k has the rate at k - 1."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    scheduler = PlanScheduler(
+        **{"warmup_steps": RISING, "min_lr": 0.0, "decay_steps": None, "first_step": 0, **keys}
+    )
+    options: Any = {option: value for option, value in schedule_options(scheduler)}  # noqa: C416
+    group: dict[str, Any] = {"params": []}
+    theirs = OptimizerParamScheduler(
+        cast(Any, SimpleNamespace(param_groups=[group])),
+        init_lr=float(options.pop("--lr-warmup-init", 0.0)),
+        max_lr=LR,
+        min_lr=float(options.pop("--min-lr")),
+        lr_warmup_steps=RISING,
+        lr_decay_steps=UPDATES,
+        lr_decay_style=options.pop("--lr-decay-style"),
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=UPDATES,
+        wd_incr_style="constant",
+        wsd_decay_steps=int(options.pop("--lr-wsd-decay-iters", 0)) or None,
+        lr_wsd_decay_style=options.pop("--lr-wsd-decay-style", None),
+    )
+    assert not options
+    for update in range(1, UPDATES + 1):
+        ours = scheduled_rate(LR, scheduler, UPDATES, update)
+        assert ours == pytest.approx(group["lr"], rel=1e-12, abs=1e-18), update
+        theirs.step(1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"name": "cosine_with_restarts"}, "scheduler.name cosine_with_restarts"),
+        ({"name": "cosine", "num_cycles": 1.5}, "scheduler.num_cycles 1.5"),
+        ({"name": "polynomial", "power": 2.0}, "scheduler.power 2.0"),
+        ({"name": "inverse_sqrt", "timescale": 20}, "scheduler.timescale 20"),
+        ({"name": "inverse_sqrt", "warmup_steps": 0}, "scheduler.timescale without a warm-up"),
+        ({"name": "wsd", "warmup_type": "cosine"}, "scheduler.warmup_type cosine"),
+        (
+            {"name": "cosine_warmup_with_min_lr", "warmup_lr_rate": 0.1},
+            "scheduler.warmup_lr_rate 0.1",
+        ),
+        (
+            {"name": "warmup_stable_decay", "decay_steps": 11, "num_cycles": 1.5},
+            "scheduler.num_cycles 1.5",
+        ),
+    ],
+)
+def test_a_schedule_that_megatron_lacks_is_not_written(keys: dict[str, Any], told: str) -> None:
+    scheduler = PlanScheduler(
+        **{"warmup_steps": RISING, "min_lr": 0.0, "decay_steps": None, **keys}
+    )
+    with pytest.raises(MissingOption) as found:
+        list(schedule_options(scheduler))
+    assert str(found.value) == told
 
 
 def asked(questions: list[dict[str, Any]]) -> list[dict[str, str]]:

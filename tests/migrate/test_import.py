@@ -337,6 +337,89 @@ def test_schedulers(tmp_path: Path) -> None:
     assert found["training.scheduler.warmup_steps"] == 1000
 
 
+_TRAINER = "python train.py --deepspeed ds.json --max_steps 100 --learning_rate 1e-3 --warmup_steps"
+_MEGATRON = "torchrun pretrain_gpt.py --tensor-model-parallel-size 1 --train-iters 100 --lr 1e-3"
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        (f"{_TRAINER} 5 --lr_scheduler_type cosine_with_restarts", {}),
+        (
+            f"{_TRAINER} 5 --lr_scheduler_type cosine_with_restarts "
+            """--lr_scheduler_kwargs '{"num_cycles": 3}'""",
+            {"num_cycles": 3},
+        ),
+        (f"{_TRAINER} 5 --lr_scheduler_type polynomial", {}),
+        (
+            f"{_TRAINER} 5 --lr_scheduler_type polynomial "
+            """--lr_scheduler_kwargs '{"power": 2.0, "lr_end": 0}'""",
+            {"power": 2.0, "lr_end": 0},
+        ),
+        (
+            f"{_TRAINER} 5 --lr_scheduler_type inverse_sqrt "
+            """--lr_scheduler_kwargs '{"timescale": 40}'""",
+            {"timescale": 40},
+        ),
+        (
+            f"{_TRAINER} 5 --lr_scheduler_type cosine_warmup_with_min_lr "
+            """--lr_scheduler_kwargs '{"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}'""",
+            {"min_lr_ratio": 0.1, "warmup_lr_rate": 0.2},
+        ),
+        (
+            f"{_TRAINER} 5 --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs "
+            """'{"num_decay_steps": 10, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}'""",
+            {"decay_steps": 10, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+        ),
+        (
+            f"{_TRAINER} 5 --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs "
+            """'{"num_decay_steps": 10, "num_stable_steps": 85}'""",
+            {"decay_steps": 10},
+        ),
+        (
+            f"{_TRAINER} 5 --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs "
+            """'{"num_decay_steps": 10, "num_stable_steps": 50}'""",
+            {"decay_steps": FILL_IN},
+        ),
+        (f"{_TRAINER} 5 --lr_scheduler_type cosine_warmup_with_min_lr", {"min_lr_ratio": FILL_IN}),
+        (f"{_TRAINER} 5 --lr_scheduler_type greedy", {"name": FILL_IN}),
+        (f"{_TRAINER} 5 --lr_scheduler_type reduce_lr_on_plateau", {"name": FILL_IN}),
+        (
+            f"{_MEGATRON} --lr-decay-style inverse-square-root --lr-warmup-iters 5",
+            {"name": "inverse_sqrt"},
+        ),
+        (f"{_MEGATRON} --lr-decay-style inverse-square-root", {"name": FILL_IN, "warmup_steps": 0}),
+        *(
+            (
+                f"{_MEGATRON} --lr-decay-style WSD --lr-warmup-iters 5 --lr-wsd-decay-iters 10 "
+                f"--lr-wsd-decay-style {style}",
+                {"name": "wsd", "decay_steps": 10, **wanted},
+            )
+            for style, wanted in {
+                "linear": {},
+                "cosine": {"decay_type": "cosine"},
+                "minus_sqrt": {"decay_type": "1-sqrt"},
+                "exponential": {"decay_type": FILL_IN},
+            }.items()
+        ),
+    ],
+)
+def test_schedules_by_transformers_and_megatrons_names(
+    command: str, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
+    found = convert_config(None, command, None, ".")
+    values = found.draft.values
+    name = command.partition("--lr_scheduler_type ")[2].partition(" ")[0]
+    prefix = "training.scheduler."
+    got = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+    assert got == {"name": name, "warmup_steps": 5, **wanted}
+    assert {f"{prefix}{k}" for k, v in wanted.items() if v == FILL_IN} == {
+        key for key in to_fill_in(text_of(found), "SW1203", "SW1204") if key.startswith(prefix)
+    }
+
+
 def test_what_is_nested_deeper_than_a_recipe_may_be_is_commented(tmp_path: Path) -> None:
     """A ds_config may be deeper: such a value would make a recipe that nothing reads."""
     for levels in (30, 46, 47, 60):

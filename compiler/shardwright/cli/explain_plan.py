@@ -35,6 +35,7 @@ from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.layout import in_layer_axes, in_layer_collectives_text
 from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.learning_rate_schedules import scheduled_rate
 from shardwright.recipe.recipe_types import weights_summary
 from shardwright.report.plan_sentences import (
     error_bar_text,
@@ -204,9 +205,11 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
 
 def last_learning_rate_is_zero(training: TrainingSection) -> bool:
     """Return whether the last step trains nothing."""
-    from shardwright.plan.plan import zero_learning_rate_updates
+    from shardwright.plan.plan import resolve_scheduler
 
-    return zero_learning_rate_updates(training) > 0
+    steps = training.step_count_or_zero
+    scheduler = resolve_scheduler(training, steps)
+    return steps > 0 and scheduled_rate(training.optimizer.lr, scheduler, steps, steps) == 0
 
 
 def _weights(copy: HpzAlternative, chosen: Estimate, recipe: Recipe) -> str:

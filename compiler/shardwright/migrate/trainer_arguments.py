@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
 from shardwright.migrate.recipe_draft import (
     LONGEST_VALUE,
@@ -19,7 +20,10 @@ from shardwright.migrate.recipe_draft import (
     as_text,
     redacted,
 )
+from shardwright.migrate.training_keys import SCHEDULE, schedule_of, warmup_steps
 from shardwright.migrate.training_programs import UNKNOWN_SCRIPT
+from shardwright.recipe.learning_rate_schedules import SCHEDULES
+from shardwright.utils.json_values import JsonObject, JsonValue
 from shardwright.utils.shell_script import resolved_text
 
 _ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -308,8 +312,45 @@ def _lora(s: ImportSources) -> None:
         s.draft.take(modules.written, "lora.target_modules")  # auto: every linear layer
 
 
+def _positive(value: JsonValue) -> float | None:
+    number = as_number(value)
+    return number if number is not None and number > 0 else None
+
+
+def _not_negative(value: JsonValue) -> float | None:
+    number = as_number(value)
+    return number if number is not None and number >= 0 else None
+
+
+def _curve_type(value: JsonValue) -> str | None:
+    return value if isinstance(value, str) and value in ("linear", "cosine", "1-sqrt") else None
+
+
+_SCHEDULE_ARGUMENTS: dict[str, tuple[str, Callable[[JsonValue], float | str | None]]] = {
+    "min_lr": ("min_lr", _not_negative),
+    "min_lr_rate": ("min_lr_ratio", _not_negative),
+    "min_lr_ratio": ("min_lr_ratio", _not_negative),
+    "num_decay_steps": ("decay_steps", as_count),
+    "num_cycles": ("num_cycles", _positive),
+    "power": ("power", _positive),
+    "lr_end": ("lr_end", _not_negative),
+    "timescale": ("timescale", as_count),
+    "warmup_lr_rate": ("warmup_lr_rate", _not_negative),
+    "warmup_type": ("warmup_type", _curve_type),
+    "decay_type": ("decay_type", _curve_type),
+}
+"""Maps an argument of transformers' schedulers to the recipe's key and its reader."""
+
+
+def _fills_the_run(s: ImportSources, found: JsonObject) -> bool:
+    """Return whether warm-up, stable and decay steps are all steps, as in a recipe."""
+    steps, warmup = s.draft.values.get("training.steps"), warmup_steps(s)
+    parts = (warmup, as_count(found["num_stable_steps"]), as_count(found.get("num_decay_steps")))
+    return None not in parts and sum(part or 0 for part in parts) == steps
+
+
 def kwargs(s: ImportSources) -> None:
-    """Convert lr_scheduler_kwargs (JSON): the final learning rate, and the decay of wsd."""
+    """Convert lr_scheduler_kwargs (JSON), the arguments that the schedule takes."""
     setting = s.settings.get("lr_scheduler_kwargs")
     if setting is None:
         return
@@ -319,9 +360,25 @@ def kwargs(s: ImportSources) -> None:
         return
     if not isinstance(found, dict):
         return
-    if set(found) == {"num_decay_steps"} and (steps := as_count(found["num_decay_steps"])):
-        s.draft.put("training.scheduler.decay_steps", steps, setting.written)
-    for name, key in (("min_lr", "min_lr"), ("min_lr_rate", "min_lr_ratio")):
-        low = as_number(found.get(name))
-        if low is not None and low >= 0 and set(found) == {name}:
-            s.draft.put(f"training.scheduler.{key}", low, setting.written)
+    curve = schedule_of(s)
+    taken = SCHEDULES[curve].keys if curve not in (None, "constant") else ()
+    unknown: list[str] = []
+    for name, value in found.items():
+        key, read = _SCHEDULE_ARGUMENTS.get(name, ("", _positive))
+        if value is None and key:
+            continue
+        if key not in taken or (given := read(value)) is None:
+            unknown.append(name)
+        else:
+            s.draft.put(f"{SCHEDULE}.{key}", given, setting.written)
+    if "num_stable_steps" in found and "decay_steps" in taken:
+        if _fills_the_run(s, found):
+            unknown.remove("num_stable_steps")
+        else:
+            s.draft.ask(
+                f"{SCHEDULE}.decay_steps",
+                "updates of the decay at the end, which begins where num_stable_steps "
+                f"{found['num_stable_steps']} end",
+            )
+    if unknown and setting.written in s.draft.carried:
+        s.draft.note(SCHEDULE, f"not carried of {setting.written}: {', '.join(unknown)}")

@@ -17,6 +17,7 @@ from shardwright.migrate.recipe_draft import (
     as_switch,
     as_text,
 )
+from shardwright.recipe.learning_rate_schedules import SCHEDULES, UNPLANNED_SCHEDULES
 from shardwright.recipe.literal_types import ExpertDispatcher
 from shardwright.utils.json_values import JsonValue
 
@@ -486,9 +487,18 @@ _TRAINER_SCHEDULES: dict[str, str] = {
     "constant": "constant",
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
+    "cosine_warmup_with_min_lr": "cosine_warmup_with_min_lr",
+    "cosine_with_restarts": "cosine_with_restarts",
+    "polynomial": "polynomial",
+    "inverse_sqrt": "inverse_sqrt",
+    "inverse-square-root": "inverse_sqrt",
+    "warmup_stable_decay": "warmup_stable_decay",
     "wsd": "wsd",
 }
+_WSD_DECAYS = {"linear": None, "cosine": "cosine", "minus_sqrt": "1-sqrt"}
+"""Maps Megatron-LM's --lr-wsd-decay-style to the recipe's decay_type, None for its default."""
+_CURVE_NAMES = "constant, linear, cosine or wsd"
+_WITH_MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 _CURVES = ("lr_scheduler_type", "lr_scheduler", "lr_decay_style")
 _DEEPSPEED_SCHEDULES: dict[str, str] = {
     "WarmupLR": "constant",
@@ -519,6 +529,7 @@ def scheduler(s: ImportSources) -> None:
         if kind is not None and typed is not None:
             s.draft.leave(SCHEDULE, typed.written, typed.text, "the file's own scheduler counts")
     _warmup(s, kind)
+    _inverse_square_root(s)
     for name, value in s.section(_PARAMS).items():
         s.draft.leave(
             SCHEDULE,
@@ -526,6 +537,22 @@ def scheduler(s: ImportSources) -> None:
             value,
             f"a recipe's schedule has no such value; {kind} has",
         )
+
+
+def schedule_of(s: ImportSources) -> str | None:
+    """Return the recipe's name of the schedule that a setting names, None where none does."""
+    typed = s.word(as_text, *_CURVES)
+    return _TRAINER_SCHEDULES.get(typed[1].lower()) if typed is not None else None
+
+
+def _inverse_square_root(s: ImportSources) -> None:
+    """Ask for the schedule where Megatron-LM's has no warm-up: its rate is lr / sqrt(k) there,
+    which no timescale gives."""
+    typed = s.word(as_text, *_CURVES)
+    values = s.draft.values
+    warm_up = (values.get(f"{SCHEDULE}.{key}") for key in ("warmup_steps", "warmup_ratio"))
+    if typed is not None and typed[1] == "inverse-square-root" and not any(warm_up):
+        s.draft.ask(f"{SCHEDULE}.name", f"{_CURVE_NAMES}; the command has {' '.join(typed)}")
 
 
 _WARMUP_STEPS = ("warmup_steps", "num_warmup_steps")
@@ -563,6 +590,15 @@ def _warmup(s: ImportSources, kind: str | None) -> None:
     for found in (steps, ratio):
         if found is not None and found[0] not in s.draft.carried:
             s.draft.leave(SCHEDULE, found[0], found[1], "the other one counts")
+
+
+def warmup_steps(s: ImportSources) -> int | None:
+    """Return the steps of the warm-up, 0 without one, None where they are a share or not known."""
+    steps, ratio = s.word(as_number, *_WARMUP_STEPS), s.word(as_number, *_WARMUP_RATIOS)
+    if steps is not None and steps[1].is_integer():
+        return int(steps[1])
+    there = any(name in s.settings for name in (*_WARMUP_STEPS, *_WARMUP_RATIOS))
+    return None if there or ratio is not None else 0
 
 
 def _unknown_warmup(s: ImportSources) -> str:
@@ -618,16 +654,19 @@ def _convert_deepspeed_schedule(s: ImportSources, kind: str) -> None:
 
 
 def _convert_trainer_schedule(s: ImportSources) -> None:
-    key, what = f"{SCHEDULE}.name", "constant, linear, cosine or wsd"
+    key, what = f"{SCHEDULE}.name", _CURVE_NAMES
     typed = s.word(as_text, *_CURVES)
     program = s.program
     default = as_text(program.defaults.get("lr_scheduler_type")) if program is not None else None
-    if typed is not None and (curve := _TRAINER_SCHEDULES.get(typed[1].lower())) is not None:
+    if typed is not None and (curve := schedule_of(s)) is not None:
         s.draft.put(key, curve, typed[0])
         _lowest_rate(s, curve)
         low = (f"{SCHEDULE}.min_lr", f"{SCHEDULE}.min_lr_ratio")
-        if typed[1] == "cosine_with_min_lr" and not any(k in s.draft.values for k in low):
+        if typed[1] in _WITH_MIN_LR and not any(k in s.draft.values for k in low):
             s.draft.ask(low[1], f"the lowest rate of {typed[1]}, as a share of lr")
+    elif typed is not None and (why := UNPLANNED_SCHEDULES.get(typed[1].lower())):
+        s.draft.ask(key, f"{what}; {' '.join(typed)} {why}, which no plan can hold")
+        s.draft.take(typed[0], key)
     elif s.ask_unread(key, *_CURVES):
         s.draft.fill[key] = f"{what}; {s.draft.fill[key]}"
     elif "deepspeed" in s.unread:
@@ -645,18 +684,40 @@ def _convert_trainer_schedule(s: ImportSources) -> None:
         s.draft.put(key, "constant", "no scheduler in the file: the rate stays")
 
 
+def _wsd_decay_style(s: ImportSources) -> None:
+    """Convert the curve of Megatron-LM's decay, which is exponential without a word."""
+    key, style = f"{SCHEDULE}.decay_type", s.word(as_text, "lr_wsd_decay_style")
+    if style is not None and style[1] in _WSD_DECAYS:
+        if (kind := _WSD_DECAYS[style[1]]) is not None:
+            s.draft.put(key, kind, style[0])
+        s.draft.take(style[0], key)
+    elif style is not None:
+        s.draft.ask(key, f"linear, cosine or 1-sqrt; the command has {' '.join(style)}")
+        s.draft.take(style[0], key)
+    elif "lr_decay_style" in s.settings:
+        s.draft.note(
+            SCHEDULE,
+            "decay: exponential by Megatron-LM's default; a recipe's decay_type is linear, cosine "
+            "or 1-sqrt",
+        )
+
+
 def _lowest_rate(s: ImportSources, curve: str) -> None:
-    """Convert min_lr, and the decay's own length of Megatron-LM and the Trainer."""
+    """Convert min_lr, and the decay's own length and curve of Megatron-LM and the Trainer."""
     if curve == "constant":
         return
-    if "min_lr" in s.settings:
-        s.settle(f"{SCHEDULE}.min_lr", as_number, "min_lr")
-    s.settle(f"{SCHEDULE}.min_lr_ratio", as_number, "cosine_min_lr_ratio", "min_lr_ratio")
+    keys = SCHEDULES[curve].keys
+    if "min_lr" in keys:
+        if "min_lr" in s.settings:
+            s.settle(f"{SCHEDULE}.min_lr", as_number, "min_lr")
+        s.settle(f"{SCHEDULE}.min_lr_ratio", as_number, "cosine_min_lr_ratio", "min_lr_ratio")
     decay = s.word(as_count, "lr_wsd_decay_iters")
-    if curve == "wsd" and decay is not None:
+    if "decay_steps" in keys and decay is not None:
         s.draft.put(f"{SCHEDULE}.decay_steps", decay[1], decay[0])
-    elif curve == "wsd" and f"{SCHEDULE}.decay_steps" not in s.draft.values:
+    elif "decay_steps" in keys and f"{SCHEDULE}.decay_steps" not in s.draft.values:
         s.draft.ask(f"{SCHEDULE}.decay_steps", "updates of the decay at the end")
+    if curve == "wsd":
+        _wsd_decay_style(s)
     end = s.word(as_count, "lr_decay_iters")
     if end is not None and end[1] == s.draft.values.get("training.steps"):
         s.draft.take(end[0], SCHEDULE)

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 
 from shardwright.plan.plan import PlanScheduler
+from shardwright.recipe.learning_rate_schedules import scheduled_rate
 from shardwright.recipe.recipe_types import OptimizerSection
 
 
 def learning_rate(
     optimizer: OptimizerSection, scheduler: PlanScheduler, steps: int, update: int
 ) -> float:
-    """Return the rate of update `update` (from 1) of `steps`: lr * min(1, k / warmup), then the
-    curve.
+    """Return the rate of update `update` (from 1) of `steps`, the same in every engine.
 
     DeepSpeed's own WarmupLR warms up on a log curve by default, hence no DeepSpeed scheduler.
     """
-    lr, warmup, low = optimizer.lr, scheduler.warmup_steps, scheduler.min_lr
-    if update <= warmup:
-        return lr * update / warmup
-    if scheduler.name == "constant":
-        return lr
-    if scheduler.name == "wsd":
-        decay = scheduler.decay_steps or 0
-        done = update - (steps - decay)
-        return lr if done <= 0 else lr + (low - lr) * done / decay
-    progress = (update - warmup) / max(1, steps - warmup)
-    if scheduler.name == "linear":
-        return lr + (low - lr) * progress
-    return low + (lr - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return scheduled_rate(optimizer.lr, scheduler, steps, update)
 
 
 def decay_groups(

@@ -24,6 +24,7 @@ from shardwright.layout.parameter_sharding import TensorParallelMap
 from shardwright.models.model_files import RemoteCode
 from shardwright.models.model_graph import PipelineSplit, name_pattern
 from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
+from shardwright.recipe.learning_rate_schedules import OPTIONAL_KEYS, scheduled_rate
 from shardwright.recipe.literal_types import AutoSwitch, Kernels, Loss, TaskName
 from shardwright.recipe.optimizer_keys import MUON_KEYS
 from shardwright.recipe.recipe_types import (
@@ -175,9 +176,7 @@ class PlanTraining(TrainingFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanScheduler(SchedulerFields):
-    """Hold the schedule: update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve.
-
-    The curve ends at min_lr at the last step.
+    """Hold the schedule, whose rates recipe/learning_rate_schedules.py computes.
 
     warmup_ratio: set while the number of steps is unknown; warmup_steps follows from it later
     """
@@ -396,14 +395,17 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
 
 
 def zero_learning_rate_updates(training: TrainingSection) -> int:
-    """Count the updates with learning rate 0: the last one, where a curve ends at min_lr 0.
+    """Count which of the first and the last update have learning rate 0.
 
-    A run that ends in its warmup has none.
+    The last one has it where a curve ends at 0, the first one where a warm-up begins at step 0. A
+    run that ends in its warmup has none.
     """
     steps = training.step_count_or_zero
     scheduler = resolve_scheduler(training, steps)
-    falls = scheduler.name != "constant" and scheduler.min_lr == 0
-    return int(falls and steps > scheduler.warmup_steps)
+    ends = {1, steps} if steps else set[int]()
+    return sum(
+        scheduled_rate(training.optimizer.lr, scheduler, steps, update) == 0 for update in ends
+    )
 
 
 # Reading plan.json is strict: an unknown or missing key is an error.
@@ -448,6 +450,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             document["launch"]["outer_store"],
             document["predicted"]["time"]["outer_comm_seconds"],
         )
+    for key, default in OPTIONAL_KEYS.items():
+        if document["scheduler"][key] == default:
+            del document["scheduler"][key]
     if plan.tracking is not None and plan.tracking.noise_scale is None:
         del document["tracking"]["noise_scale"]
     _leave_out_defaults(document["data"])

@@ -18,6 +18,7 @@ from shardwright.recipe.island_keys import (
     single_island_document,
 )
 from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
+from shardwright.recipe.learning_rate_schedules import DEFAULT_LR_END, OPTIONAL_KEYS, SCHEDULES
 from shardwright.recipe.optimizer_keys import MUON_KEYS, OPTIMIZER_DEFAULTS
 from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
@@ -235,7 +236,6 @@ def global_batch_size(view: DocumentView) -> Iterator[Diagnostic]:
 
 
 @cross_check(
-    "training.scheduler.name",
     "training.scheduler.warmup_steps",
     "training.scheduler.decay_steps",
     "training.steps",
@@ -251,7 +251,6 @@ def learning_rate_schedule(view: DocumentView) -> Iterator[Diagnostic]:
         view.number(f"{scheduler}.warmup_steps") or 0,
         view.number(f"{scheduler}.decay_steps"),
     )
-    curve = view.text(f"{scheduler}.name")
     if warmup and steps is not None and warmup >= steps:
         message = f"warmup_steps {warmup} is not less than the {steps} training steps"
         yield found(
@@ -260,38 +259,71 @@ def learning_rate_schedule(view: DocumentView) -> Iterator[Diagnostic]:
             message,
             f"Give fewer than {steps} steps, or warmup_ratio.",
         )
-    if curve == "wsd" and decay is None:
-        message = (
-            "the wsd schedule needs decay_steps, the number of last steps over which the learning "
-            "rate falls"
-        )
-        yield found(
-            "SW1205",
-            f"{scheduler}.name",
-            message,
-            "Add `decay_steps:`; a tenth of the steps is common.",
-        )
-    elif curve != "wsd" and decay is not None:
-        help = "Remove it, or write `name: wsd`."
-        yield found(
-            "SW1205",
-            f"{scheduler}.decay_steps",
-            f"decay_steps has no effect with the {curve} schedule",
-            help,
-        )
-    elif decay is not None and steps is not None and warmup < steps < warmup + decay:
+    if decay is not None and steps is not None and warmup < steps < warmup + decay:
         message = f"warmup_steps {warmup} and decay_steps {decay} exceed the {steps} training steps"
         yield found(
             "SW1205", f"{scheduler}.decay_steps", message, f"Give at most {steps - warmup}."
         )
 
 
-@cross_check("training.scheduler.min_lr", "training.optimizer.lr")
-def min_lr(view: DocumentView) -> Iterator[Diagnostic]:
-    low, high = view.real("training.scheduler.min_lr"), view.real("training.optimizer.lr")
+_SCHEDULE = "training.scheduler"
+_OF_SOME_SCHEDULES = ("min_lr", "min_lr_ratio", "decay_steps", *OPTIONAL_KEYS)
+_MISSING_KEYS = {
+    "decay_steps": (
+        "decay_steps, the number of last steps over which the learning rate falls",
+        "Add `decay_steps:`; a tenth of the steps is common.",
+    ),
+    "min_lr": (
+        "min_lr or min_lr_ratio, its lowest learning rate",
+        "Add `min_lr_ratio: 0.1`, or write `name: cosine`, which falls to 0.",
+    ),
+}
+
+
+@cross_check(f"{_SCHEDULE}.name", *(f"{_SCHEDULE}.{key}" for key in _OF_SOME_SCHEDULES))
+def keys_of_the_schedule(view: DocumentView) -> Iterator[Diagnostic]:
+    """Check that the schedule has the keys that it needs, and none that it does not take."""
+    name = view.text(f"{_SCHEDULE}.name")
+    row = SCHEDULES[name]
+    if row.needs and not view.given(*(f"{_SCHEDULE}.{key}" for key in row.needs)):
+        what, help = _MISSING_KEYS[row.needs[0]]
+        yield found("SW1205", f"{_SCHEDULE}.name", f"the {name} schedule needs {what}", help)
+    for key in _OF_SOME_SCHEDULES:
+        takers = [other for other, schedule in SCHEDULES.items() if key in schedule.keys]
+        is_default = view.get(f"{_SCHEDULE}.{key}") == OPTIONAL_KEYS.get(key)
+        if takers and name not in takers and not is_default:
+            yield found(
+                "SW1205",
+                f"{_SCHEDULE}.{key}",
+                f"{key} has no effect with the {name} schedule",
+                f"Remove it, or write `name: {takers[0]}`."
+                if len(takers) == 1
+                else f"Remove it, or take a schedule that has it: {join_with_or(takers)}.",
+            )
+
+
+@cross_check(
+    f"{_SCHEDULE}.name",
+    f"{_SCHEDULE}.min_lr",
+    f"{_SCHEDULE}.lr_end",
+    "training.optimizer.lr",
+)
+def lowest_learning_rate(view: DocumentView) -> Iterator[Diagnostic]:
+    high = view.real("training.optimizer.lr")
+    low, end = view.real(f"{_SCHEDULE}.min_lr"), view.real(f"{_SCHEDULE}.lr_end")
     if low is not None and high is not None and low > high:
         message = f"min_lr {low:g} is above optimizer.lr {high:g}"
-        yield found("SW1205", "training.scheduler.min_lr", message, f"Give at most {high:g}.")
+        yield found("SW1205", f"{_SCHEDULE}.min_lr", message, f"Give at most {high:g}.")
+    if high is None or view.text(f"{_SCHEDULE}.name") != "polynomial":
+        return
+    if (low := DEFAULT_LR_END if end is None else end) >= high:
+        default = "" if end is not None else ", the default,"
+        yield found(
+            "SW1205",
+            f"{_SCHEDULE}.{'name' if end is None else 'lr_end'}",
+            f"lr_end {low:g}{default} is not below optimizer.lr {high:g}",
+            f"Give an lr_end below {high:g}; 0 lets the rate fall to nothing.",
+        )
 
 
 @cross_check("training.optimizer.name", *(f"training.optimizer.{key}" for key in MUON_KEYS))

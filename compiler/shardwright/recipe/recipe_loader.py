@@ -14,6 +14,7 @@ from typing import Any, cast
 from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source, refusal
 from shardwright.recipe.cross_key_checks import cross_key_errors
 from shardwright.recipe.island_keys import single_island_document, with_outer_defaults
+from shardwright.recipe.learning_rate_schedules import OPTIONAL_KEYS
 from shardwright.recipe.measurements import (
     MEASURED_FILE,
     MeasuredValue,
@@ -165,6 +166,16 @@ def resolve_auto(document: JsonObject) -> JsonObject:
     resolved_document["training"] = without_optimizer_defaults(
         cast(JsonObject, resolved_document["training"])
     )
+    training = cast(JsonObject, resolved_document["training"])
+    scheduler = cast(JsonObject, training["scheduler"])
+    resolved_document["training"] = {
+        **training,
+        "scheduler": {
+            key: value
+            for key, value in scheduler.items()
+            if key not in OPTIONAL_KEYS or value != OPTIONAL_KEYS[key]
+        },
+    }
     resolved_document.pop("extends", None)  # merged
     return with_outer_defaults(resolved_document)
 

@@ -169,11 +169,19 @@ class OptimizerSection:
 class SchedulerFields:
     """Holds the fields of the learning rate schedule that recipes and plans share."""
 
-    name: str  # constant | linear | cosine | wsd
+    name: str  # a row of recipe/learning_rate_schedules.py, with the keys that it takes
     warmup_steps: int | None
     min_lr: float | None
     decay_steps: int | None
     warmup_ratio: float | None = None
+    num_cycles: float | None = None
+    power: float | None = None
+    lr_end: float | None = None
+    timescale: int | None = None
+    warmup_lr_rate: float | None = None
+    warmup_type: str | None = None
+    decay_type: str | None = None
+    first_step: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.diagnostics.secret_values import MASK, is_secret_name
+from shardwright.recipe.learning_rate_schedules import SCHEDULE_NAME_KEY, UNPLANNED_SCHEDULES
 from shardwright.recipe.recipe_parser import INTEGER_HELP, LARGEST_INTEGER
 from shardwright.recipe.recipe_schema import (
     FILL_IN,
@@ -248,6 +249,14 @@ def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> 
     valid = [str(choice) for choice in choices]
     if isinstance(value, Mapping | list):
         return wrong_type(path, value, {"string"})
+    if path == SCHEDULE_NAME_KEY and (why := UNPLANNED_SCHEDULES.get(str(value))):
+        return found(
+            "SW1103",
+            path,
+            f"{dotted_key(path)}: {describe_value(value)} {why}, so no plan holds its rates",
+            f"Write a schedule that is known before the run: {join_with_or(valid)}.",
+            tuple(valid),
+        )
     close = close_choices(str(value), valid)
     help = f"Did you mean `{close[0]}`?" if close else f"Write {join_with_or(valid)}."
     if path == ("version",):

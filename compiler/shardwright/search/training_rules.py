@@ -20,6 +20,7 @@ from shardwright.models.trainable_parameters import (
     parameters_matching,
 )
 from shardwright.plan.plan import zero_learning_rate_updates
+from shardwright.recipe.learning_rate_schedules import SCHEDULES
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, Recipe
 
 
@@ -353,21 +354,34 @@ has the rate 0."""
 
 
 def learning_rate_is_zero(x: Candidate) -> Diagnostic | None:
-    """Update k of n has the rate of the curve at k / n, so the last one is at min_lr. transformers'
-    schedules take it at (k - 1) / n: their first update is at lr, and none is at 0."""
+    """Warn where the first update (first_step 0, in a warm-up) or the last one (a curve that ends
+    at 0) has no learning rate."""
     training = x.recipe.training
     zero, steps = zero_learning_rate_updates(training), training.step_count_or_zero
     if zero < WARN_FROM_SHARE * steps or zero == 0 or training.epochs is not None:
         return None
-    name = training.scheduler.name
+    s = training.scheduler
+    row = SCHEDULES[s.name]
     trains = "nothing is trained" if zero == steps else f"{zero} of {steps} updates trains nothing"
+    if s.first_step == 0 and not row.counts_from_one:
+        return found(
+            "SW3220",
+            "training.scheduler.first_step",
+            f"{trains}: with first_step 0 the first update of a warm-up has the learning rate 0",
+            "Write `first_step: 1`, or no warm-up for a trial run of a few steps.",
+            severity="warning",
+        )
+    end = next((key for key in ("min_lr", "lr_end") if key in row.keys), "")
+    least = f"a {end} above 0" if end else "a schedule that ends above 0"
     return found(
         "SW3220",
-        "training.scheduler.min_lr"
-        if training.scheduler.min_lr is not None
+        f"training.scheduler.{end}"
+        if end and getattr(s, end) is not None
         else "training.scheduler",
-        f"{trains}: the last update of a {name} schedule with min_lr 0 has the learning rate 0",
-        "Write `scheduler: {name: constant}` for a trial run of a few steps, or a min_lr above 0. "
-        "Under transformers' schedules update k has the rate that is update k - 1's here.",
+        f"{trains}: the last update of a {s.name} schedule{f' with {end} 0' if end else ''} has "
+        "the learning rate 0",
+        f"Write `scheduler: {{name: constant}}` for a trial run of a few steps, or {least}. With "
+        "`first_step: 0`, as transformers counts, update k has the rate that is update k - 1's "
+        "here.",
         severity="warning",
     )

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, optimization
+from transformers import AutoConfig, AutoModelForCausalLM, optimization, trainer_utils
 
 from shardwright.parallel.learning_rate import decay_groups, learning_rate
 from shardwright.plan.plan import PlanScheduler
+from shardwright.recipe.learning_rate_schedules import (
+    OPTIONAL_KEYS,
+    SCHEDULES,
+    UNPLANNED_SCHEDULES,
+)
+from shardwright.recipe.recipe_schema import recipe_schema
 from shardwright.recipe.recipe_types import OptimizerSection
 
 LR, STEPS, WARMUP, DECAY = 3e-4, 40, 7, 11
@@ -26,9 +32,10 @@ def rates(
     warmup: int = WARMUP,
     low: float = 0.0,
     decay: int | None = None,
+    **keys: Any,
 ) -> Any:
     optimizer = OptimizerSection(name="adamw", lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    scheduler = PlanScheduler(name=name, warmup_steps=warmup, min_lr=low, decay_steps=decay)
+    scheduler = PlanScheduler(name=name, warmup_steps=warmup, min_lr=low, decay_steps=decay, **keys)
     return [learning_rate(optimizer, scheduler, steps, k) for k in range(1, steps + 1)]
 
 
@@ -84,6 +91,93 @@ def test_short_and_long_runs_against_get_scheduler(name: str, warmup: int, steps
     last = -1 if warmup == steps else None  # refused in recipes (SW1205): ours ends at the peak
     assert found[:last] == pytest.approx(wanted[:last], rel=1e-12, abs=1e-18)
     assert (found[-1] <= 1e-18) == (name in ("linear", "cosine") and warmup < steps)
+
+
+# Name in transformers -> its arguments, and ours where they differ.
+SETTINGS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "linear": [({}, {})],
+    "cosine": [({}, {}), ({"num_cycles": 1.25}, {"num_cycles": 1.25})],
+    "cosine_with_restarts": [({}, {}), ({"num_cycles": 3}, {"num_cycles": 3.0})],
+    "polynomial": [
+        ({}, {}),
+        ({"lr_end": 0.0, "power": 0.7}, {"lr_end": 0.0, "power": 0.7}),
+        ({"lr_end": 2.9e-4, "power": 3.0}, {"lr_end": 2.9e-4, "power": 3.0}),
+    ],
+    "constant_with_warmup": [({}, {})],
+    "inverse_sqrt": [({}, {}), ({"timescale": 13}, {"timescale": 13})],
+    "cosine_with_min_lr": [
+        ({"min_lr": 3e-5}, {"low": 3e-5}),
+        ({"min_lr_rate": 0.3, "num_cycles": 1.5}, {"low": 0.3 * LR, "num_cycles": 1.5}),
+    ],
+    "cosine_warmup_with_min_lr": [
+        ({"min_lr": 3e-5}, {"low": 3e-5}),
+        ({"min_lr_rate": 0.0, "num_cycles": 1.5}, {"num_cycles": 1.5}),
+        (
+            {"min_lr_rate": 0.1, "warmup_lr_rate": 0.25},
+            {"low": 0.1 * LR, "warmup_lr_rate": 0.25},
+        ),
+    ],
+    "warmup_stable_decay": [
+        ({"num_decay_steps": 1}, {"decay": 1}),
+        ({"num_decay_steps": 9, "num_cycles": 1.5}, {"decay": 9, "num_cycles": 1.5}),
+        *(
+            (
+                {
+                    "num_decay_steps": 9,
+                    "warmup_type": kind,
+                    "decay_type": kind,
+                    "min_lr_ratio": 0.2,
+                },
+                {"decay": 9, "warmup_type": kind, "decay_type": kind, "low": 0.2 * LR},
+            )
+            for kind in ("linear", "cosine", "1-sqrt")
+        ),
+    ],
+}
+CASES = [(name, theirs, ours) for name, each in SETTINGS.items() for theirs, ours in each]
+
+
+def rates_of_transformers(name: str, warmup: int, steps: int, settings: dict[str, Any]) -> Any:
+    """Return the rates of updates 1 to steps, and what the scheduler gives after the last one."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    theirs = optimization.get_scheduler(name, optimizer, warmup, steps, settings)
+    found = theirs.get_last_lr()
+    for _ in range(steps):
+        optimizer.step()
+        theirs.step()
+        found += theirs.get_last_lr()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 7])
+@pytest.mark.parametrize(("name", "theirs", "ours"), CASES)
+def test_every_schedule_of_transformers_update_by_update(
+    name: str, theirs: dict[str, Any], ours: dict[str, Any], warmup: int
+) -> None:
+    """Of 1 to 101 updates each one: `first_step: 0` is transformers' own count. Without it update k
+    takes the rate of update k + 1, except where transformers itself counts from 1."""
+    for steps in (*range(1, 14), 36, 37, 100, 101):
+        if warmup >= steps or warmup + theirs.get("num_decay_steps", 0) > steps:
+            continue  # refused in recipes (SW1205)
+        wanted = rates_of_transformers(name, warmup, steps, theirs)
+        exact = rates(name, steps=steps, **{"warmup": warmup, "first_step": 0, **ours})
+        assert exact == pytest.approx(wanted[:-1], rel=1e-12, abs=1e-18), steps
+        found = rates(name, steps=steps, **{"warmup": warmup, **ours})
+        behind = wanted[:-1] if name == "cosine_warmup_with_min_lr" else wanted[1:]
+        assert found == pytest.approx(behind, rel=1e-12, abs=1e-18), steps
+
+
+def test_every_name_of_transformers_has_a_row_or_a_reason() -> None:
+    names = {kind.value for kind in trainer_utils.SchedulerType}
+    assert names - set(SCHEDULES) == set(UNPLANNED_SCHEDULES)
+    assert {name for name, _, _ in CASES} | {"constant"} == names - set(UNPLANNED_SCHEDULES)
+    schema: Any = recipe_schema()
+    scheduler = schema["properties"]["training"]["properties"]["scheduler"]["properties"]
+    assert scheduler["name"]["enum"] == list(SCHEDULES)
+    assert set(OPTIONAL_KEYS) <= set(scheduler)
+    assert all(set(row.keys) <= set(scheduler) for row in SCHEDULES.values())
+    for key, default in OPTIONAL_KEYS.items():
+        assert scheduler[key]["default"] == default
 
 
 @pytest.mark.parametrize("name", THEIRS)

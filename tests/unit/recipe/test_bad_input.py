@@ -221,6 +221,35 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
             13,
         ),
         (changed("steps: 20", "steps: 20\n  scheduler: {min_lr: 1e-2}"), "SW1205", 13),
+        *(
+            (changed("steps: 20", f"steps: 20\n  scheduler: {{{keys}}}"), code, 13)
+            for code, each in {
+                "SW1205": (
+                    "name: cosine_with_min_lr",
+                    "name: cosine_warmup_with_min_lr, warmup_lr_rate: 0.1",
+                    "name: warmup_stable_decay, decay_type: linear",
+                    "name: warmup_stable_decay, warmup_steps: 15, decay_steps: 6",
+                    "name: constant_with_warmup, min_lr: 1e-5",
+                    "name: cosine_with_restarts, min_lr_ratio: 0.1",
+                    "name: inverse_sqrt, num_cycles: 2",
+                    "name: polynomial, min_lr: 1e-6",
+                    "name: polynomial, lr_end: 0.5",
+                    "power: 2",
+                    "name: linear, timescale: 20",
+                    "name: cosine_with_min_lr, min_lr: 1e-5, warmup_lr_rate: 0.1",
+                    "warmup_type: cosine",
+                    "name: linear, decay_type: cosine",
+                ),
+                "SW1103": (
+                    "name: reduce_lr_on_plateau",
+                    "name: greedy",
+                    "name: wsd, decay_steps: 3, decay_type: exponential",
+                    "first_step: 2",
+                ),
+                "SW1104": ("name: inverse_sqrt, timescale: 0", "num_cycles: 0"),
+            }.items()
+            for keys in each
+        ),
         (changed("steps: 20", "steps: 20\n  gradient_accumulation_dtype: fp16"), "SW1206", 13),
         (
             changed(

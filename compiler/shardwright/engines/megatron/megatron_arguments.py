@@ -11,7 +11,8 @@ from shardwright.diagnostics import Diagnostic, refusal
 from shardwright.engines.megatron.expert_exchange import cuda_connections, exchange_settings
 from shardwright.engines.megatron.megatron_capabilities import ARGUMENTS_FILE, OPTIMIZER_NAMES
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS, hf_config
-from shardwright.plan.plan import Plan
+from shardwright.plan.plan import Plan, PlanScheduler
+from shardwright.recipe.learning_rate_schedules import DEFAULT_LR_END, SCHEDULES
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.utils.json_values import JsonObject
 
@@ -113,7 +114,7 @@ def offload_settings(plan: Plan) -> dict[str, Any]:
 # (lint/megatron_options.json has them).
 
 _LAYER_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L"}
-_CURVES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
+_WSD_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 _NAMES = {"layernorm_epsilon": "norm-epsilon", "num_moe_experts": "num-experts"}
 """Maps a field of TransformerConfig to its option, where the two differ."""
 _SWITCHES = {
@@ -289,13 +290,8 @@ def _training_options(plan: Plan) -> Iterator[Option]:
             ("--lr-decay-iters", str(training.steps)),
         )
         yield "--lr-warmup-iters", str(scheduler.warmup_steps)
-    yield from (("--lr", repr(optimizer.lr)), ("--min-lr", repr(scheduler.min_lr)))
-    yield "--lr-decay-style", _CURVES[scheduler.name]
-    if scheduler.name == "wsd":
-        yield from (
-            ("--lr-wsd-decay-style", "linear"),
-            ("--lr-wsd-decay-iters", str(scheduler.decay_steps)),
-        )
+    yield "--lr", repr(optimizer.lr)
+    yield from schedule_options(scheduler)
     yield from (
         ("--optimizer", OPTIMIZER_NAMES[optimizer.name]),
         ("--weight-decay", repr(optimizer.weight_decay)),
@@ -313,6 +309,40 @@ def _training_options(plan: Plan) -> Iterator[Option]:
         yield ("--bf16",)
         if training.gradient_accumulation_dtype == "bf16":
             yield ("--grad-reduce-in-bf16",)
+
+
+def schedule_options(s: PlanScheduler) -> Iterator[Option]:
+    """Yield the options of the schedule's curve (megatron/core/optimizer_param_scheduler.py)."""
+    row = SCHEDULES[s.name]
+    decay = s.decay_type or row.decay_type
+    others = {
+        "name": (s.name, row.megatron is not None),
+        "num_cycles": (
+            s.num_cycles,
+            s.num_cycles in (None, 0.5) or (row.megatron == "WSD" and decay != "cosine"),
+        ),
+        "power": (s.power, s.power in (None, 1.0)),
+        "timescale": (
+            s.timescale or s.warmup_steps or "without a warm-up",
+            s.name != "inverse_sqrt" or (s.timescale in (None, s.warmup_steps) and s.warmup_steps),
+        ),
+        "warmup_lr_rate": (s.warmup_lr_rate, s.warmup_lr_rate is None),
+        "warmup_type": (s.warmup_type, s.warmup_type in (None, "linear")),
+    }
+    for key, (value, has_option) in others.items():
+        if not has_option:
+            raise MissingOption(f"scheduler.{key} {value}")
+    least = s.min_lr
+    if s.name == "polynomial":
+        least = DEFAULT_LR_END if s.lr_end is None else s.lr_end
+    yield from (("--min-lr", repr(least)), ("--lr-decay-style", str(row.megatron)))
+    if row.starts_at_min and s.min_lr:
+        yield "--lr-warmup-init", repr(s.min_lr)
+    if row.megatron == "WSD":
+        yield from (
+            ("--lr-wsd-decay-style", _WSD_DECAYS[decay]),
+            ("--lr-wsd-decay-iters", str(s.decay_steps)),
+        )
 
 
 def _parallel_options(plan: Plan) -> Iterator[Option]:
