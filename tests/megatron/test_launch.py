@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import get_scheduler
 
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff, max_series_diff
 from tests.megatron.cases import VIRTUAL, case, cut
@@ -52,12 +53,12 @@ def test_trains_exports_and_holds_what_was_planned(tmp_path: Path) -> None:
     compare(CASE, tmp_path)
 
 
-def compiled(case: Case, folder: Path, steps: int) -> Path:
+def compiled(case: Case, folder: Path, steps: int, **scheduler: Any) -> Path:
     """With a checkpoint in the middle."""
     write_inputs(case, folder)
     document = recipe(case, folder)
     document["training"]["steps"] = steps
-    document["training"]["scheduler"] = {"name": "constant", "warmup_steps": 0}
+    document["training"]["scheduler"] = scheduler or {"name": "constant", "warmup_steps": 0}
     document["checkpoint"] = {"every_steps": HALF}
     (folder / "recipe.yaml").write_text(json.dumps(document))
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
@@ -125,6 +126,29 @@ def exported_weights(run: Path, folder: Path) -> dict[str, torch.Tensor]:
         for path in folder.glob("*.safetensors")
         for key, value in load_file(path).items()
     }
+
+
+def test_both_engines_train_by_a_schedule_of_transformers(tmp_path: Path) -> None:
+    """Each update's rate is that of get_scheduler, also where the other engine goes on in the
+    middle: `first_step: 0` is transformers' own count."""
+    keys = {"name": "cosine_with_restarts", "warmup_steps": 2, "num_cycles": 2, "first_step": 0}
+    whole = compiled(deepspeed(data=2, zero_stage=2), tmp_path / "first", STEPS, **keys)
+    must(shardwright("run", whole))
+    other = compiled(case(data=2), tmp_path / "second", STEPS, **keys)
+    must(shardwright("run", other, "--resume", whole / "checkpoints" / f"step-{HALF:08d}"))
+    rate = json.loads((whole / "plan.json").read_text())["optimizer"]["lr"]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+    theirs = get_scheduler("cosine_with_restarts", optimizer, 2, STEPS, {"num_cycles": 2})
+    wanted = theirs.get_last_lr()
+    for _ in range(STEPS - 1):
+        optimizer.step()
+        theirs.step()
+        wanted += theirs.get_last_lr()
+    for run, begin in ((whole, 0), (other, HALF)):
+        found = [line["learning_rate"] for line in metrics(run)]
+        assert found == pytest.approx(wanted[begin:], rel=1e-12, abs=1e-18)
+    losses = [[line["loss"] for line in metrics(run)] for run in (whole, other)]
+    assert max_series_diff(losses[1], losses[0][HALF:]) <= LOSS_ABSOLUTE
 
 
 def check_pair(found: dict[str, float]) -> None:
