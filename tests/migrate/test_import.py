@@ -420,6 +420,36 @@ def test_schedules_by_transformers_and_megatrons_names(
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted", "note"),
+    [
+        ("--fp8-format hybrid --fp8-recipe tensorwise", "fp8_tensorwise", ""),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", "fp8_blockwise", ""),
+        ("--fp8-format hybrid --fp8-recipe blockwise", "fp8_blockwise", "compile writes e4m3"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "mxfp8", ""),
+        ("--fp4-format e2m1", "nvfp4", ""),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4 --first-last-layers-bf16", "nvfp4", ""),
+        ("--fp8-format hybrid", FILL_IN, ""),
+        ("--fp8-format hybrid --fp8-recipe delayed", FILL_IN, ""),
+        ("--fp8-format $FORMAT", FILL_IN, ""),
+        ("--bf16", None, ""),
+    ],
+)
+def test_low_precision_by_megatrons_names(
+    options: str, wanted: str | None, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = convert_config(None, f"{_MEGATRON} {options}", None, ".")
+    assert found.draft.values.get("training.low_precision") == wanted
+    text = text_of(found)
+    assert ("training.low_precision" in to_fill_in(text, "SW1203", "SW1204")) == (wanted == FILL_IN)
+    assert note in text
+    asked = found.draft.fill.get("training.low_precision", "")
+    assert ("delayed" in asked) == (wanted == FILL_IN and "$" not in options)
+    kept = [name for name in found.draft.left if name.endswith(("param_gather", "layers_bf16"))]
+    assert len(kept) == options.count("gather") + options.count("first-last")
+
+
 def test_what_is_nested_deeper_than_a_recipe_may_be_is_commented(tmp_path: Path) -> None:
     """A ds_config may be deeper: such a value would make a recipe that nothing reads."""
     for levels in (30, 46, 47, 60):

@@ -133,7 +133,7 @@ PIECES: dict[str, Piece] = {
         areas=("megatron-schedule",),
     ),
     "megatron-args": Piece(
-        tests=("tests/megatron/test_arguments.py",),
+        tests=("tests/megatron/test_arguments.py", "tests/megatron/test_low_precision.py"),
         source_paths=(
             "engines/megatron",
             "models/model_graph.py",

@@ -228,6 +228,8 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3174": "DeepEP does not take the expert ranks",
     "SW3175": "the exchange of experts does not overlap in the layout",
     "SW3177": "Megatron-Core's optimizer in host memory needs the distributed optimizer",
+    "SW3178": "low precision needs Transformer Engine's layers",
+    "SW3179": "Megatron-Core keeps whole layers at the ends in bf16",
     "SW3181": "a contrastive loss runs over data ranks alone",
     "SW3182": "a contrastive batch is one micro-batch",
     "SW3183": "not for contrastive training",

@@ -78,12 +78,15 @@ class LowPrecisionFormat:
     width_multiple: what kernels want the widths of a linear to be divisible by
     scales_depend_on_layout: one scale is for a whole tensor of a rank, so that other layouts round
         otherwise
+    bf16_ends: shares of the decoder layers, at the start and at the end, that the format's
+        published recipe keeps in half precision
     """
 
     input_bytes: float
     peak: str
     width_multiple: int
     scales_depend_on_layout: bool = False
+    bf16_ends: tuple[float, float] = (0.0, 0.0)
 
 
 LOW_PRECISION_FORMATS: Mapping[str, LowPrecisionFormat] = {
@@ -93,11 +96,16 @@ LOW_PRECISION_FORMATS: Mapping[str, LowPrecisionFormat] = {
     "fp8_rowwise": LowPrecisionFormat(input_bytes=1, peak="fp8", width_multiple=16),
     # One scale of four bytes for 128 elements (arXiv 2412.19437, 3.3.2).
     "fp8_blockwise": LowPrecisionFormat(input_bytes=1 + 4 / 128, peak="fp8", width_multiple=128),
-    # One scale of a byte for 32 elements (OCP MX 1.0).
-    "mxfp8": LowPrecisionFormat(input_bytes=1 + 1 / 32, peak="fp8", width_multiple=32),
-    # One scale of a byte for 16 elements (arXiv 2509.25149).
+    # One scale of a byte for 32 elements (OCP MX 1.0). GPUs multiply by such scales since FP4.
+    "mxfp8": LowPrecisionFormat(input_bytes=1 + 1 / 32, peak="fp4", width_multiple=32),
+    # One scale of a byte for 16 elements (arXiv 2509.25149); 3.1: the first 2 and the last 8 of 62
+    # blocks stay in bf16.
     "nvfp4": LowPrecisionFormat(
-        input_bytes=0.5 + 1 / 16, peak="fp4", width_multiple=32, scales_depend_on_layout=True
+        input_bytes=0.5 + 1 / 16,
+        peak="fp4",
+        width_multiple=32,
+        scales_depend_on_layout=True,
+        bf16_ends=(2 / 62, 8 / 62),
     ),
 }
 

@@ -15,15 +15,20 @@ def low_precision_modules(
     graph: ModelGraph, training: TrainingSection, *, is_emulated: bool
 ) -> tuple[str, ...]:
     """Return the paths of the linears that the recipe's low precision converts, in the model's
-    order; () without one.
+    order; () without one. Without low_precision_keep the format's published recipe keeps layers.
 
     is_emulated: no kernel runs, so that widths of any size do
     """
     if training.low_precision == "none":
         return ()
+    layers = [layer for layer in graph.layers if layer.kind == "decoder"]
+    shares = LOW_PRECISION_FORMATS[training.low_precision].bf16_ends
+    first, last = (round(share * len(layers)) for share in shares)
+    if training.low_precision_keep:
+        first = last = 0
     return tuple(
         path
-        for layer in graph.layers
+        for layer in layers[first : len(layers) - last]
         for path in _converted(
             layer, training.low_precision, training.low_precision_keep, is_emulated
         )

@@ -131,6 +131,7 @@ def _convert(sources: ImportSources, model: str | None, folder: str) -> None:
     training_keys.batch(sources)
     training_keys.duration(sources)
     deepspeed_engine_keys.precision(sources)
+    training_keys.low_precision(sources)
     training_keys.optimizer(sources)
     trainer_arguments.kwargs(sources)
     training_keys.scheduler(sources)

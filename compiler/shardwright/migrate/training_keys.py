@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import get_args
 
+from shardwright.engines.megatron.low_precision_recipes import LOW_PRECISION_RECIPES
 from shardwright.lint.ds_config_training_rules import (
     ACCUMULATION_STEPS_KEY,
     MICRO_BATCH_SIZE_KEY,
@@ -467,6 +468,38 @@ def _betas(s: ImportSources) -> None:
         s.unanswered(key, path, "; ".join((what, *told)))
         return
     s.draft.put(key, values, " and ".join(dict.fromkeys(origins)), *sources, *s.there(path))
+
+
+LOW_PRECISION = "training.low_precision"
+
+
+def low_precision(s: ImportSources) -> None:
+    """Convert the format and the recipe of Megatron-LM's FP8 and FP4."""
+    for number in ("fp8", "fp4"):
+        values = s.word(as_text, f"{number}_format")
+        if values is None:
+            s.ask_unread(LOW_PRECISION, f"{number}_format")
+            continue
+        recipe = s.word(as_text, f"{number}_recipe")
+        name = recipe[1] if recipe is not None else {"fp8": "delayed", "fp4": "nvfp4"}[number]
+        found = next((n for n, row in LOW_PRECISION_RECIPES.items() if row.name == name), None)
+        s.draft.take(values[0], LOW_PRECISION)
+        if recipe is not None:
+            s.draft.take(recipe[0], LOW_PRECISION)
+        if found is None:
+            shown = " ".join(recipe) if recipe is not None else f"Megatron-LM's default is {name}"
+            s.draft.ask(
+                LOW_PRECISION,
+                f"{', '.join(LOW_PRECISION_RECIPES)} or none; the command has {' '.join(values)}, "
+                f"{shown}",
+            )
+            continue
+        s.draft.put(LOW_PRECISION, found, recipe[0] if recipe is not None else values[0])
+        own = LOW_PRECISION_RECIPES[found].settings[number]
+        if values[1] != own:
+            s.draft.note(
+                "training", f"{' '.join(values)} is not carried: compile writes {own} for {found}"
+            )
 
 
 def clipping(s: ImportSources) -> None:

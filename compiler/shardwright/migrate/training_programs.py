@@ -195,6 +195,14 @@ _MEGATRON_REASONS: dict[str, str] = {
     ),
     "optimizer_offload_fraction": "it does nothing without --optimizer-cpu-offload",
     "use_torch_optimizer_for_cpu_offload": "Megatron-Core takes torch's AdamW there without it",
+    **_because(
+        "compile writes it by the format and the layout",
+        "fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+    ),
+    **_because(
+        "training.low_precision_keep names the layers that stay in bf16",
+        "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+    ),
     **_because("see `validation` in the recipe", "eval_interval eval_iters"),
     **_because("run/metrics.jsonl has every step", "log_interval log_throughput timing_log_level"),
     **_because("a run lies in the folder that compile writes", "save load"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.formats import LOW_PRECISION_FORMATS
 from shardwright.layout.layout import Candidate
 from shardwright.layout.low_precision_modules import keeps, low_precision_modules
@@ -18,11 +19,13 @@ def gpu_has_low_precision(x: Candidate) -> Diagnostic | None:
     if name == "none" or gpu.is_cpu or LOW_PRECISION_FORMATS[name].peak in gpu.peak_flops:
         return None
     others = tuple(n for n, row in LOW_PRECISION_FORMATS.items() if row.peak in gpu.peak_flops)
+    # From one scale a tensor to one for 16 elements: the last that the engine runs is the nearest.
+    nearest = [n for n in others if n in ENGINES[x.recipe.target].low_precision] or others
     return found(
         "SW3185",
         _KEY,
         f"gpu {gpu.name} has no {LOW_PRECISION_FORMATS[name].peak} peak, which {name} needs",
-        f"Write low_precision: {others[0]}, a format that the GPU has."
+        f"Write low_precision: {nearest[-1]}, the nearest format that the GPU has."
         if others
         else "Remove low_precision, or give the peak in an inline gpu's peak_tflops.",
         (*others, "none"),

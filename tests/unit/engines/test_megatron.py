@@ -138,7 +138,7 @@ def test_a_layout_that_it_does_not_run(
             RULES
         )
 
-    assert set(ILLEGAL) | {"SW3168", "SW3169"} == set(RULES)
+    assert set(ILLEGAL) | {"SW3168", "SW3169", "SW3178", "SW3179"} == set(RULES)
     assert code in codes({**LAYOUT, **changes}) and code not in codes(LAYOUT)
 
 

@@ -21,13 +21,18 @@ SCHEDULES = [
     ("constant", 0, None),
     ("cosine", 0, 1e-5),
     ("wsd", 1, None),
+    ("cosine_with_restarts", 0, None),
+    ("polynomial", 0, None),
+    ("inverse_sqrt", 2, None),
+    ("cosine_warmup_with_min_lr", 0, 0.0),
 ]
 
 
+@pytest.mark.parametrize("first_step", [0, 1])
 @pytest.mark.parametrize("steps", [1, 2, 3, 9])
 @pytest.mark.parametrize(("name", "warmup", "min_lr"), SCHEDULES)
 def test_the_count_is_that_of_the_formula(
-    name: str, warmup: int, min_lr: float | None, steps: int
+    name: str, warmup: int, min_lr: float | None, steps: int, first_step: int
 ) -> None:
     recipe = recipe_of()
     section = SchedulerSection(
@@ -37,6 +42,7 @@ def test_the_count_is_that_of_the_formula(
         min_lr=min_lr,
         min_lr_ratio=None,
         decay_steps=1 if name == "wsd" else None,
+        first_step=first_step,
     )
     training = dataclasses.replace(
         recipe.training, steps=steps, tokens=None, epochs=None, scheduler=section
@@ -52,5 +58,8 @@ def test_the_count_is_that_of_the_formula(
     )
     said = [d for d in check_layout(problem, GOOD) if d.code == "SW3220"]
     assert [d.severity for d in said] == ["warning"] * (0 in rates and steps <= 5), said
+    if said:
+        begins = first_step == 0 and name != "cosine_warmup_with_min_lr"
+        assert ("first update of a warm-up" in said[0].message) == begins
     if steps == 1 and said:
         assert said[0].message.startswith("nothing is trained")

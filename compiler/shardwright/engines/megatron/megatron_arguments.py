@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwright.diagnostics import Diagnostic, refusal
 from shardwright.engines.megatron.expert_exchange import cuda_connections, exchange_settings
+from shardwright.engines.megatron.low_precision_recipes import low_precision_options
 from shardwright.engines.megatron.megatron_capabilities import ARGUMENTS_FILE, OPTIMIZER_NAMES
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS, hf_config
 from shardwright.plan.plan import Plan, PlanScheduler
@@ -309,6 +310,8 @@ def _training_options(plan: Plan) -> Iterator[Option]:
         yield ("--bf16",)
         if training.gradient_accumulation_dtype == "bf16":
             yield ("--grad-reduce-in-bf16",)
+    on_gpu = shards_states(plan) and s.offload == "none"
+    yield from low_precision_options(plan, gathers_parameters=on_gpu)
 
 
 def schedule_options(s: PlanScheduler) -> Iterator[Option]:

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.engines.megatron.expert_exchange import RULES as EXCHANGE_RULES
+from shardwright.engines.megatron.low_precision_recipes import (
+    LOW_PRECISION_RECIPES,
+    keeps_whole_layers_at_the_ends,
+)
+from shardwright.engines.megatron.low_precision_recipes import (
+    REFUSAL_REASON as LOW_PRECISION_REFUSAL,
+)
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
 from shardwright.engines.megatron.recompute_modules import recompute_obstacle
 from shardwright.engines.megatron.transformer_engine_layers import (
     TRANSFORMER_ENGINE_AXES,
     gpu_layers_text,
+    low_precision_unavailable,
     transformer_engine_choice,
     transformer_engine_unavailable,
 )
@@ -104,7 +112,7 @@ SUPPORTED_KEYS: tuple[str, ...] = (
     ),
     *("training.epochs", "training.scheduler", "training.gradient_clipping"),
     *("training.stop_after_nonfinite", "training.seed", "training.days_at_most"),
-    *("training.gradient_accumulation_dtype", "training.low_precision"),
+    *("training.gradient_accumulation_dtype", "training.low_precision_keep"),
     *(
         "parallelism.tensor",
         "parallelism.pipeline",
@@ -426,6 +434,8 @@ RULES: dict[str, Rule] = {
     "SW3168": rule(not_tested_on_gpus, *TRANSFORMER_ENGINE_AXES),
     "SW3169": rule(transformer_engine_unavailable, *TRANSFORMER_ENGINE_AXES),
     **EXCHANGE_RULES,
+    "SW3178": rule(low_precision_unavailable, *TRANSFORMER_ENGINE_AXES),
+    "SW3179": rule(keeps_whole_layers_at_the_ends),
     "SW3177": rule(offload_without_distributed_optimizer, "offload", "zero_stage"),
 }
 HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
@@ -445,7 +455,9 @@ MEGATRON = Engine(
     title="Megatron-LM",
     precisions=("bf16", "fp32"),
     optimizers=OPTIMIZER_NAMES,
+    low_precision={name: row.name for name, row in LOW_PRECISION_RECIPES.items()},
     refusal_reasons={
+        "training.low_precision": LOW_PRECISION_REFUSAL,
         "training.precision": (
             "fp16 needs a loss scale, which checkpoints of this engine do not store"
         ),

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -359,6 +360,25 @@ def _block_spec(
     norm = TENorm if transformer_engine else TorchNorm
     return TransformerBlockSubmodules(
         layer_specs=[specs[experts] for experts in which], layer_norm=norm
+    )
+
+
+def low_precision_parameters(
+    megatron: TransformerConfig, chunks: Iterable[Any]
+) -> frozenset[nn.Parameter]:
+    """Return the weights whose products run under Transformer Engine's recipe: those of its linears
+    in the layers that do not stay in bf16."""
+    if megatron.fp8 is None and megatron.fp4 is None:
+        return frozenset()
+    return frozenset(
+        parameter
+        for chunk in chunks
+        for layer in chunk.decoder.layers
+        if not is_first_last_bf16_layer(megatron, layer.layer_number - 1)
+        for module in layer.modules()
+        if type(module).__module__ == TENorm.__module__
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 2
     )
 
 

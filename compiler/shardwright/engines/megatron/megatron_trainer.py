@@ -23,6 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import distributed as dist
 from torch import nn
 
+from shardwright.diagnostics import refusal
 from shardwright.engines.fp32_masters import fill_fp32_masters
 from shardwright.engines.megatron.expert_exchange import check_deepep
 from shardwright.engines.megatron.host_optimizer import (
@@ -31,6 +32,7 @@ from shardwright.engines.megatron.host_optimizer import (
     host_master,
     torch_optimizers,
 )
+from shardwright.engines.megatron.low_precision_recipes import low_precision_settings
 from shardwright.engines.megatron.megatron_arguments import (
     offload_settings,
     parallel_settings,
@@ -42,11 +44,13 @@ from shardwright.engines.megatron.megatron_model import (
     build_model_chunks,
     freeze_padding_row,
     load_parameter_ranges,
+    low_precision_parameters,
     parameter_ranges,
     rotary_frequencies,
     transformer_config,
 )
 from shardwright.engines.megatron.transformer_engine_layers import (
+    check_low_precision,
     layers_log_line,
     uses_transformer_engine,
 )
@@ -193,9 +197,10 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     model, weights = open_model(plan, folder, resumes=resumes)
     check_deepep(plan)
     rotary, transposed = rotary_frequencies(model), conv1d_to_linear(model)
-    settings = transformer_config(config, **parallel_settings(plan))
     mine = plan.ranks[dist.get_rank()]
     fused = uses_transformer_engine(plan)
+    check_low_precision(plan, taken=fused)
+    settings = transformer_settings(plan, config)
     if not plan.is_cpu and mine.rank == 0:
         print(layers_log_line(plan, taken=fused), flush=True)
     chunks = build_model_chunks(
@@ -224,6 +229,24 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     return trainer
 
 
+def transformer_settings(plan: Plan, config: Any) -> Any:
+    """Return TransformerConfig. Raises SW6015 where Megatron-Core does not take the low precision,
+    such as with the installed version of Transformer Engine."""
+    low_precision = low_precision_settings(plan)
+    try:
+        return transformer_config(config, **parallel_settings(plan), **low_precision)
+    except ValueError as error:
+        if plan.low_precision is None:
+            raise
+        raise refusal(
+            "SW6015",
+            f"Megatron-Core refuses training.low_precision {plan.low_precision.format}: "
+            f"{' '.join(str(error).split())}",
+            "Install what it names on every host, or write `training.low_precision: none` and "
+            "compile again.",
+        ) from None
+
+
 class MegatronTrainer:
     """Implement trainer_protocol.Trainer.
 
@@ -246,6 +269,7 @@ class MegatronTrainer:
             # By the shape in Hugging Face's model: an expert's bias is a row of a matrix there.
             if not piece.is_buffer and len(shards.splits[piece.name].shape) < 2:
                 setattr(piece.parameter, _NO_WEIGHT_DECAY, True)
+        self.low_precision = low_precision_parameters(settings, chunks)
         self.engine = [
             self._wrap_in_ddp(chunk.to(self.device), place) for place, chunk in enumerate(chunks)
         ]
@@ -411,6 +435,8 @@ class MegatronTrainer:
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return this rank's shard of each parameter, without the rows that pad a vocabulary."""
         held: dict[str, ParameterShard] = {}
+        planned = self.plan.low_precision.modules if self.plan.low_precision else ()
+        linears = {f"{path}.weight" for path in planned}
         for piece in (p for p in self.found if not p.is_buffer):
             name, earlier = piece.name, held.get(piece.name)
             held[name] = ParameterShard(
@@ -419,6 +445,10 @@ class MegatronTrainer:
                 + (earlier.resident_bytes if earlier else 0),
                 is_trained=piece.parameter.requires_grad
                 and (earlier is None or earlier.is_trained),
+                # The plan names linears, not stacks of experts.
+                in_low_precision=name in linears
+                and piece.parameter in self.low_precision
+                and (earlier is None or earlier.in_low_precision),
             )
         return held
 

@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import Diagnostic, found, refusal
+from shardwright.engines.megatron.low_precision_recipes import LOW_PRECISION_RECIPES
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
 from shardwright.layout.layout import Candidate
 from shardwright.recipe.literal_types import AutoSwitch
@@ -88,6 +89,26 @@ def transformer_engine_unavailable(x: Candidate) -> Diagnostic | None:
     )
 
 
+def low_precision_unavailable(x: Candidate) -> Diagnostic | None:
+    """Refuse low precision where Transformer Engine's layers cannot be used: SW3178."""
+    name = x.recipe.training.low_precision
+    if name not in LOW_PRECISION_RECIPES:
+        return None
+    why, help = transformer_engine_obstacle(x), "Change that, or write `low_precision: none`."
+    if not why and x.recipe.model.transformer_engine == "off":
+        why, help = "model.transformer_engine is off", "Remove `transformer_engine: off`."
+    if not why:
+        return None
+    return found(
+        "SW3178",
+        "training.low_precision",
+        f"low_precision: {name} needs Transformer Engine's layers under target: megatron, which "
+        f"cannot be used: {why}",
+        help,
+        ("none",),
+    )
+
+
 def gpu_layers_text(x: Candidate) -> str:
     """Describe which layers a run on GPUs uses, for SW3168."""
     why = "" if x.recipe.model.transformer_engine == "off" else transformer_engine_obstacle(x)
@@ -95,6 +116,11 @@ def gpu_layers_text(x: Candidate) -> str:
     if transformer_engine_choice(x) == "off":
         return f"Layers: {own}; without Transformer Engine{f': {why}' if why else ''}."
     other = "" if transformer_engine_choice(x) == "on" else f" where installed, otherwise {own}"
+    if (low_precision := x.recipe.training.low_precision) in LOW_PRECISION_RECIPES:
+        return (
+            f"Layers: Megatron-Core's of Transformer Engine, whose {low_precision} kernels no test "
+            "has run."
+        )
     return (
         f"Layers: Megatron-Core's of Transformer Engine{other}. Write "
         "`model.transformer_engine: off` to run without."
@@ -132,6 +158,28 @@ def uses_transformer_engine(plan: Plan) -> bool:
             "Install it on every host, or compile again without moe_act.",
         )
     return False
+
+
+def check_low_precision(plan: Plan, *, taken: bool) -> None:
+    """Raise SW6015 where these ranks have no kernels for the plan's low precision.
+
+    taken: the ranks use Transformer Engine
+    """
+    if plan.low_precision is None:
+        return
+    from packaging.version import Version
+
+    name = plan.low_precision.format
+    first = LOW_PRECISION_RECIPES[name].version
+    if taken and Version(_version()) >= Version(first):
+        return
+    why = f"{_version()} is installed, and {first} is the first with it" if taken else _absent()
+    raise refusal(
+        "SW6015",
+        f"training.low_precision is {name}, which Transformer Engine computes: {why}",
+        f"Install Transformer Engine {first} or later on every host, or write "
+        "`training.low_precision: none` and compile again.",
+    )
 
 
 def layers_log_line(plan: Plan, *, taken: bool) -> str:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import distributed, fp8, ops
+from .fp8 import fp8_autocast
 
 __all__ = [
     "DotProductAttention",
@@ -18,7 +19,7 @@ __all__ = [
     "Linear",
     "RMSNorm",
 ]
-__all__ += ["distributed", "fp8", "ops"]
+__all__ += ["Fp8Padding", "Fp8Unpadding", "distributed", "fp8", "fp8_autocast", "ops"]
 
 
 def _parameter(*shape: int, like: dict[str, Any]) -> nn.Parameter:
@@ -55,6 +56,28 @@ class LayerNorm(RMSNorm):
         self.bias = _parameter(hidden_size, like=more)
 
 
+def _note_recipe(module: nn.Module) -> None:
+    """Keeps under which recipe a linear has computed last: (its class, its format), or None."""
+    open_ = fp8.recipes[-1:]
+    found = (type(open_[0]).__name__, open_[0].format) if open_ else None
+    vars(module)["computed_under"] = found
+
+
+class Fp8Padding(nn.Module):
+    """Pads each expert's tokens to whole blocks: here none is needed."""
+
+    def __init__(self, num_gemms: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        return x, splits
+
+
+class Fp8Unpadding(Fp8Padding):
+    def forward(self, x: torch.Tensor, splits: list[int]) -> Any:
+        return x
+
+
 class Linear(nn.Module):
     def __init__(
         self,
@@ -71,11 +94,13 @@ class Linear(nn.Module):
         assert tp_size == 1
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.return_bias, self.tp_size = return_bias, tp_size
+        self.save_original_input = False  # Megatron-Core sets it where products are in fp8
         self.weight = _parameter(out_features, in_features, like=more)
         # An empty tensor, which is no parameter, where there is none.
         self.bias = _parameter(out_features, like=more) if bias else torch.empty(0)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        _note_recipe(self)
         out = F.linear(
             x, self.weight, self.bias if self.use_bias and not self.return_bias else None
         )
@@ -128,6 +153,7 @@ class GroupedLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
     ) -> torch.Tensor:
+        _note_recipe(self)
         pieces = x.split(m_splits)
         return torch.cat(
             [F.linear(piece, getattr(self, f"weight{at}")) for at, piece in enumerate(pieces)]

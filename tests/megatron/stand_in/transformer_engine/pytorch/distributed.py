@@ -8,3 +8,7 @@ class CudaRNGStatesTracker:
 
 def activation_recompute_forward(*args: Any, **kwargs: Any) -> Any:
     return contextlib.nullcontext()
+
+
+def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args)
