@@ -52,7 +52,7 @@ class SavedTensor:
 
     split: how the writer split it, in Hugging Face's layout.
     transposed: whether shards are stored transposed (conv1d_to_linear).
-    states: fp32, exp_avg and exp_avg_sq of trained parameters, value of others.
+    states: fp32 and the optimizer's moments of trained parameters, value of others.
     experts: equal parts of the first dimension, one for each of the writer's expert ranks, each
         split by `split`.
     shards: fragments of each distinct shard, by expert rank, then tensor rank, then start.

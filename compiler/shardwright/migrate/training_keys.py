@@ -363,8 +363,7 @@ _IMPLEMENTATION = frozenset(
 def optimizer(s: ImportSources) -> None:
     kind = as_text(s.get("optimizer.type"))
     if kind is not None and kind.lower() not in _ADAM:
-        why = "AdamW is the one optimizer of a recipe; its learning rate is another one"
-        s.draft.leave(SECTION, "optimizer.type", kind, why)
+        s.draft.leave(SECTION, "optimizer.type", kind, _why_not_carried(kind))
         for name, value in s.section("optimizer.params").items():
             s.draft.leave(SECTION, f"optimizer.params.{name}", value, f"of {kind}")
         s.draft.ask(f"{SECTION}.lr", f"the learning rate for AdamW; the file trains by {kind}")
@@ -382,7 +381,7 @@ def optimizer(s: ImportSources) -> None:
     if typed is not None and is_adam:
         s.draft.put(f"{SECTION}.name", "adamw", typed[0])
     elif typed is not None:
-        s.draft.leave(SECTION, typed[0], typed[1], "AdamW is the one optimizer of a recipe")
+        s.draft.leave(SECTION, typed[0], typed[1], _why_not_carried(typed[1]))
         if not _SMALLER_STATES.fullmatch(typed[1].lower()):
             what = f"the learning rate for AdamW; the run trains by {typed[1]}"
             s.draft.ask(f"{SECTION}.lr", what)
@@ -418,6 +417,15 @@ def optimizer(s: ImportSources) -> None:
             else "a recipe's AdamW has no such parameter"
         )
         s.draft.leave(SECTION, f"optimizer.params.{name}", value, why)
+
+
+def _why_not_carried(kind: str) -> str:
+    if kind.lower() == "muon":
+        return (
+            "write `name: muon` with its `lr` and `adamw_lr` yourself: a recipe's muon clips the "
+            "gradient, DeepSpeed's the orthogonalized update, so their learning rates differ"
+        )
+    return "import carries AdamW alone, whose learning rate is another one"
 
 
 def _betas(s: ImportSources) -> None:

@@ -31,7 +31,6 @@ class Matrix:
     dimension, ranges: (start, length) along the dimension that tensor ranks shard; None for a
         weight that they hold unsharded
     begin, start, numel: this rank's elements, in the master and in the flattened tensor shard
-    contributes: this rank adds its elements where several ranks own the same ones
     is_local: this rank owns all elements
     owner: rank in the group that orthogonalizes the weight
     """
@@ -44,7 +43,6 @@ class Matrix:
     begin: int = 0
     start: int = 0
     numel: int = 0
-    contributes: bool = True
     is_local: bool = True
     owner: int = 0
 
@@ -152,11 +150,15 @@ class MuonAdamW(torch.optim.AdamW):
     def _update_shared(
         self, bucket: list[Matrix], group: dist.ProcessGroup | None, flat: torch.Tensor
     ) -> None:
-        """Gather the matrices of a bucket, orthogonalize this rank's, and gather the results."""
+        """Gather the matrices of a bucket, orthogonalize this rank's, and gather the results.
+
+        Where ranks hold copies, each element is summed up equally often, which the iterations do
+        not see: they begin with the matrix over its norm.
+        """
         buffer = flat.new_zeros(sum(m.full_numel for m in bucket), dtype=self._dtype)
         slots = buffer.split([m.full_numel for m in bucket])
         for matrix, slot in zip(bucket, slots, strict=True):
-            if matrix.numel and matrix.contributes:
+            if matrix.numel:
                 matrix.place(slot, flat.narrow(0, matrix.begin, matrix.numel))
         dist.all_reduce(buffer, group=group)
         here = dist.get_rank(group=group)
@@ -217,9 +219,7 @@ def bind_masters(
     groups = {False: own_group(dense.values())}
     groups[True] = own_group(experts.values()) if plan.strategy.expert > 1 else groups[False]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everyone, {name: (at.tensor, e.start, e.numel) for name, e in owned.items()}
-    )
+    dist.all_gather_object(everyone, {name: elements.numel for name, elements in owned.items()})
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     masters = {master: MasterMatrices() for master in held_masters}
     work: dict[bool, list[int]] = {key: [0] * len(ranks) for key, (_, ranks) in groups.items()}
@@ -228,16 +228,8 @@ def bind_masters(
         group, ranks = groups[sharded]
         matrix = _matrix(plan, splits[name], at.tensor, name in transposed)
         matrix.begin, matrix.start, matrix.numel = elements.begin, elements.start, elements.numel
-        held = [everyone[r][name] for r in ranks]
-        whole = matrix.dimension is None and any(n == matrix.full_numel for _, _, n in held)
-        if not whole:
+        if not {everyone[r][name] for r in ranks} <= {0, matrix.full_numel}:
             matrix.is_local = False
-            split = splits[name]
-            shards = [
-                (t // split.copies if matrix.dimension is not None else 0, start, n)
-                for t, start, n in held
-            ]
-            matrix.contributes = shards.index(shards[ranks.index(rank)]) == ranks.index(rank)
             matrix.owner = work[sharded].index(min(work[sharded]))
             work[sharded][matrix.owner] += matrix.full_numel
         masters[elements.master].group = group
