@@ -205,6 +205,7 @@ PIECES: dict[str, Piece] = {
     "low-precision": Piece(
         tests=("tests/parity/test_low_precision.py",), source_paths=(*ENGINE, *DATA)
     ),
+    "muon": Piece(tests=("tests/parity/test_muon.py",), source_paths=(*ENGINE, *DATA)),
     "evaluation": Piece(
         tests=("tests/parity/test_evaluation.py",),
         source_paths=(*ENGINE, *DATA, *RUN),
