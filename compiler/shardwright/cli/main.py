@@ -195,6 +195,9 @@ def _dispatch(arguments: list[str]) -> int:
         help = f"did you mean `{close[0]}`?" if close else "`shardwright --help` lists the commands"
         say(f"{kind.format(first)}; {help}")
         return REFUSED
+    from shardwright.utils.installation import silence_torchao
+
+    silence_torchao()
     command = COMMANDS[first]
     add_arguments, run = command.functions(first)
     parser = _Parser(

@@ -15,10 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwright.models.model_graph import name_pattern
 from shardwright.recipe.recipe_types import LoraSection
-from shardwright.utils.installation import silence_torchao
 from shardwright.utils.numeric_difference import relative_error
-
-silence_torchao()  # which peft imports
 
 ADAPTER = "default"
 """peft's name of the adapter, a part of its parameters' names."""

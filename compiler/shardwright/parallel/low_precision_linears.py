@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
-from shardwright.utils.installation import missing_torchao, silence_torchao
+from shardwright.utils.installation import missing_torchao
 
 
 def convert_linears(model: nn.Module, plan: Plan, recipes: Mapping[str, str]) -> None:
@@ -28,7 +28,6 @@ def convert_linears(model: nn.Module, plan: Plan, recipes: Mapping[str, str]) ->
         return
     if absent := missing_torchao():
         raise Refusal(absent)
-    silence_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     planned = frozenset(plan.low_precision.modules)

@@ -31,6 +31,7 @@ from shardwright.train.run_attempt import (
 )
 from shardwright.train.secret_environment import restart_with_secret_environment, secret_redactor
 from shardwright.utils.host_memory import keep_freed_memory
+from shardwright.utils.installation import silence_torchao
 from shardwright.utils.run_lease import Lease
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ SECONDARY_FAILURE_DELAY_SECONDS = 4.0
 def main() -> NoReturn:
     """Train as plan.json and run/attempt.json say. The working directory is not relied on."""
     unsent = restart_with_secret_environment()
+    silence_torchao()
     folder = Path(sys.argv[0]).resolve().parent
     stop = _StopRequest(folder)
     rank = int(os.environ["RANK"])

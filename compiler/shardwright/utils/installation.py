@@ -93,7 +93,7 @@ def missing_torchao() -> Diagnostic | None:
 
 def silence_torchao() -> None:
     """Silence what an import of torchao warns of: C++ kernels of other formats that do not load,
-    and torch's view of its enums. peft imports it where it is installed."""
+    and torch's view of its enums. transformers and peft import it where it is installed."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
