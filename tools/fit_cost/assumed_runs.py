@@ -93,7 +93,7 @@ _MEGATRON_DEEPSPEED: AssumedEngine = {
 # The ultrascale playbook's runs, on AWS. FP32GradientAccumulator: a hook adds each gradient to a
 # float32 buffer. build_model cuts the stages by products. Its norms are Triton's. Around
 # flash-attn's rotary embedding it copies queries, keys, values and the output, about as much as the
-# eager one moves (nanotron/models/llama.py).
+# eager one moves (its Llama's model file).
 _NANOTRON: AssumedEngine = {
     "title": "nanotron",
     "family": "Megatron's layouts",

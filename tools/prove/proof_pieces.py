@@ -202,10 +202,6 @@ PIECES: dict[str, Piece] = {
     "lora": Piece(
         tests=("tests/parity/test_lora.py",), source_paths=(*ENGINE, *DATA), areas=("lora",)
     ),
-    "low-precision": Piece(
-        tests=("tests/parity/test_low_precision.py",), source_paths=(*ENGINE, *DATA)
-    ),
-    "muon": Piece(tests=("tests/parity/test_muon.py",), source_paths=(*ENGINE, *DATA)),
     "evaluation": Piece(
         tests=("tests/parity/test_evaluation.py",),
         source_paths=(*ENGINE, *DATA, *RUN),
