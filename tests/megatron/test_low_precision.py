@@ -157,7 +157,7 @@ def test_the_planned_linears_compute_under_the_recipe(
 def test_the_parser_takes_the_options_of_each_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Callable[..., None]
 ) -> None:
-    """With and without weights that are gathered in the format, pipelines and experts."""
+    """Compare with and without weights gathered in the format, pipelines and experts."""
     monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
     monkeypatch.setenv("PYTHONPATH", f"{HERE / 'stand_in'}:{os.environ.get('PYTHONPATH', '')}")
     piped = {"pipeline": 2, "data": 4, "virtual_stages": 2}

@@ -1,4 +1,4 @@
-"""What FP8 is compared with: a plain model whose linears round as torchao's do."""
+"""Make the plain model that FP8 is compared with: its linears round as torchao's do."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def low_precision_shares(
     graph: ModelGraph, training: TrainingSection, *, is_emulated: bool
 ) -> dict[str, float]:
     """Return path within a decoder layer -> the share of the layers with this linear in which it is
-    converted."""
+    converted; {} without low precision."""
+    if training.low_precision == "none":  # asked for each layout that is priced
+        return {}
     converted = set(low_precision_modules(graph, training, is_emulated=is_emulated))
     counts: dict[str, list[bool]] = {}
     for layer in graph.layers:

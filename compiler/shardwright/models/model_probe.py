@@ -298,6 +298,14 @@ def router_affinity(graph: ModelGraph) -> str | NoRouterAuxLoss:
     return found
 
 
+def _small(graph: ModelGraph) -> tuple[str, TaskName, str, str]:
+    """Return (type, task, configuration, attention) of a tiny copy; flash attention becomes
+    eager."""
+    text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
+    attention = "eager" if graph.attention == FLASH_ATTENTION_2 else graph.attention
+    return graph.model_type, graph.task, text, attention
+
+
 def check_lora_adapters(graph: ModelGraph, lora: LoraSection) -> None:
     """Try the adapters on a tiny copy. Raises Refusal: SW3221.
 
@@ -313,11 +321,7 @@ def check_lora_adapters(graph: ModelGraph, lora: LoraSection) -> None:
         if layer.kind == "decoder"
         and p.name.split(".")[-2:] in [[name, "weight"] for name in names]
     )
-    text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
-    attention = "eager" if graph.attention == FLASH_ATTENTION_2 else graph.attention
-    why = _why_not_adapted(
-        graph.model_type, graph.task, text, attention, graph.cut.stack, lora, names, planned
-    )
+    why = _why_not_adapted(*_small(graph), graph.cut.stack, lora, names, planned)
     if why:
         raise refusal(
             "SW3221",
@@ -357,10 +361,8 @@ def check_low_precision(graph: ModelGraph, paths: tuple[str, ...]) -> None:
     """
     if graph.model_type not in CONFIG_MAPPING:
         return
-    text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
-    attention = "eager" if graph.attention == FLASH_ATTENTION_2 else graph.attention
     planned = frozenset(map(name_pattern, paths))
-    if why := _why_not_converted(graph.model_type, graph.task, text, attention, planned):
+    if why := _why_not_converted(*_small(graph), planned):
         raise refusal(
             "SW3222",
             f"low precision does not reach a linear of this {graph.model_type!r}: {why}",
@@ -379,20 +381,21 @@ def _why_not_converted(
         try:
             model = _random_model(model_type, task, text, attention)
             ids, beside = task_named(task).shown(model)
-            uncalled = {}
-            for path, module in model.named_modules():
-                if name_pattern(path) not in planned:
-                    continue
+            modules = {
+                path: module
+                for path, module in model.named_modules()
+                if name_pattern(path) in planned
+            }
+            called: set[nn.Module] = set()
+            for path, module in modules.items():
                 if type(module) not in (nn.Linear, Conv1D):
                     return f"{path} is a {type(module).__name__}"
-                uncalled[path] = module
-                module.register_forward_hook(
-                    lambda *_, path=path: uncalled.pop(path, None) and None
-                )
+                module.register_forward_pre_hook(lambda own, _: called.add(own))
             logits_of(model, ids, beside)
         except Exception as error:  # a type's code may raise anything at this size
             return f"a tiny copy does not run ({exception_summary(error, 120)})"
-    return f"its forward never calls {next(iter(uncalled))}" if uncalled else ""
+    uncalled = next((path for path, module in modules.items() if module not in called), "")
+    return f"its forward never calls {uncalled}" if uncalled else ""
 
 
 @functools.lru_cache(maxsize=256)

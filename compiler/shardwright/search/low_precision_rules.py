@@ -60,6 +60,8 @@ def low_precision_beside(x: Candidate) -> Diagnostic | None:
 
 def kept_linears_exist(x: Candidate) -> Diagnostic | None:
     """Refuse an entry of low_precision_keep that names no linear: SW3187."""
+    if not x.recipe.training.low_precision_keep:
+        return None
     linears = [path for layer in x.graph.layers for path in linear_modules(layer)]
     for entry in x.recipe.training.low_precision_keep:
         if not any(keeps(entry, path) for path in linears):

@@ -194,7 +194,7 @@ def test_one_scale_a_row_is_refused(write_recipe: Callable[..., Path]) -> None:
 
 
 class _Plan:
-    """What check_low_precision reads of one."""
+    """Hold what check_low_precision reads of one."""
 
     def __init__(self, name: str | None) -> None:
         self.low_precision = name and PlanLowPrecision(format=name, modules=())

@@ -154,7 +154,7 @@ def rates_of_transformers(name: str, warmup: int, steps: int, settings: dict[str
 def test_every_schedule_of_transformers_update_by_update(
     name: str, theirs: dict[str, Any], ours: dict[str, Any], warmup: int
 ) -> None:
-    """Of 1 to 101 updates each one: `first_step: 0` is transformers' own count. Without it update k
+    """Compare each of 1 to 101 updates: `first_step: 0` counts as transformers. Without it update k
     takes the rate of update k + 1, except where transformers itself counts from 1."""
     for steps in (*range(1, 14), 36, 37, 100, 101):
         if warmup >= steps or warmup + theirs.get("num_decay_steps", 0) > steps:

@@ -1,4 +1,4 @@
-"""Where Muon does not run."""
+"""Refuse Muon where it does not run."""
 
 from __future__ import annotations
 
