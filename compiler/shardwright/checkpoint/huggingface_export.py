@@ -44,7 +44,7 @@ from shardwright.parallel.lora_adapters import (
 )
 from shardwright.parallel.model_loading import DTYPES, load_config
 from shardwright.plan.plan import Plan, read_plan
-from shardwright.recipe.recipe_types import TOKENIZED_KINDS
+from shardwright.recipe.recipe_types import MASKED_KINDS, TOKENIZED_KINDS
 from shardwright.utils.file_io import parse_json, read_regular_file, umask
 
 # Verified access to the model in a checkpoint, shared by `export` and `generate`.
@@ -174,10 +174,12 @@ def special_ids(
         of_part = load_tokenizer(part.tokenizer, checkpoint)
         tokenizer = tokenizer or of_part
         template = part.template or of_part.template
+        # A preference may be between messages, where there is a template, or between texts.
         if part.kind != "chat":
             ends |= dict.fromkeys(of_part.end)
-        elif template is not None and (end := end_of_turn_id(of_part, template)) is not None:
-            ends[end] = None
+        if part.kind in MASKED_KINDS and template is not None:
+            end = end_of_turn_id(of_part, template)
+            ends |= {} if end is None else {end: None}
     if tokenizer is None:  # the data is token ids
         return ids
     trained = [end for end in ends if end < plan.model.vocabulary_size]

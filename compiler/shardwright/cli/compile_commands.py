@@ -402,7 +402,11 @@ def _notes(p: SourceSummary, length: int) -> Iterator[str]:
         yield "holds token ids, all of which are read"
     if not p.documents:
         return
-    what = "conversations" if p.kind == "chat" else "captions" if p.pictures else "documents"
+    what = (
+        "captions"
+        if p.pictures
+        else {"chat": "conversations", "preference": "completions"}.get(p.kind, "documents")
+    )
     text = f"{p.documents:,} {what}"
     if p.pictures:
         text += f" with {p.pictures:,} images"

@@ -157,7 +157,7 @@ def _measured(
         for row in rows
         if row.activation_checkpointing == checkpointing
     )
-    size = s.micro_batch_size
+    size = recipe.training.sequences_of(s.micro_batch_size)
     if not points:
         return None
     if len(points) == 1:

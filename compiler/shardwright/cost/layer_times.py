@@ -133,7 +133,7 @@ def _layer_seconds_key(
             s.tensor,
             s.context,
             s.expert,
-            s.micro_batch_size,
+            recipe.training.sequences_of(s.micro_batch_size),
             s.sequence_parallel,
             s.checkpointing,
             s.loss,
@@ -187,7 +187,8 @@ class _MicroBatchCosts:
         # Frozen weights have no gradient; the adapters' own products are a few percent.
         self.frozen = recipe.lora is not None or is_decoder_frozen(graph, recipe.model.freeze)
         self.length = recipe.training.sequence_length
-        self.tokens = s.micro_batch_size * self.length // s.context
+        self.sequences = recipe.training.sequences_of(s.micro_batch_size)
+        self.tokens = self.sequences * self.length // s.context
         self.launches_are_free = gpu.kind.launches_are_free
         self.fp32_flops = peak_flops(gpu, "fp32")
         self.shapes = model_shapes(graph, s.tensor)
@@ -265,7 +266,7 @@ class _MicroBatchCosts:
         )
         scores, moved, products = self._scores(kind), sum(self._moved(kind)), 0.0
         if self._is_eager:
-            heads = self.s.micro_batch_size * self.graph.attention_heads
+            heads = self.sequences * self.graph.attention_heads
             products = kind.attention_flops and eager_attention_seconds(
                 self.device,
                 self.c,
@@ -299,7 +300,7 @@ class _MicroBatchCosts:
         if which == "embedding":
             products = (forward - lookup, backward - BACKWARD_OVER_FORWARD * lookup)
         elif self.graph.task_traits.compares_pairs:
-            rows = self.s.micro_batch_size
+            rows = self.sequences
             products = self._product(rows, self.graph.features, self.graph.hidden_size, 1)
         else:
             padded = self._padded_vocabulary(width)
@@ -356,7 +357,7 @@ class _MicroBatchCosts:
     def embedding(self) -> tuple[float, float, float]:
         """Cost the lookup: rows read and written, their gradients accumulated; and the vision
         encoder."""
-        rows = self.s.micro_batch_size
+        rows = self.sequences
         tower = vision_encoder_seconds(
             self.recipe,
             self.graph,
@@ -396,7 +397,7 @@ class _MicroBatchCosts:
 
     def _contrastive_head(self) -> tuple[float, float, float]:
         """Cost the last norm, the projection of each example, and the similarities of all pairs."""
-        graph, rows = self.graph, self.s.micro_batch_size
+        graph, rows = self.graph, self.sequences
         forward, backward = contrastive_loss_seconds(
             self.recipe, graph, rows, self.device, self.fp32_flops, self.c
         )
@@ -508,7 +509,7 @@ class _MicroBatchCosts:
         if not kind.attention_flops:
             return 0.0, 0.0
         degree = self.shapes.attention_degree
-        heads = s.micro_batch_size * graph.attention_heads / (degree * s.context)
+        heads = self.sequences * graph.attention_heads / (degree * s.context)
         if self._is_eager:
             passes = self.c.of_family("score_passes", self.kernels.family)
             forward = eager_attention_seconds(
@@ -653,7 +654,7 @@ def _pass_times_key(priced: PricedLayout) -> Hashable:
             s.context,
             s.expert,
             s.tensor,
-            s.micro_batch_size,
+            priced.sequences,
         ),
         (s.expert_tensor, s.expert_dispatcher, s.overlapped_share),
         (s.checkpointing, priced.checkpointed_activations is None, s.sequence_parallel),

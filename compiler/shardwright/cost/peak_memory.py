@@ -295,7 +295,7 @@ def _saved_sums(
         np.array(saved.sharded, dtype=np.float64),
     )
     # A context rank has its share of each sequence's tokens and, in attention, of its heads.
-    sequences = s.micro_batch_size / s.context
+    sequences = priced.sequences / s.context
     sums = (replicated / (degree if s.sequence_parallel else 1) + sharded / degree) * sequences
     if s.expert > 1 and saves_experts:  # tokens of other ranks
         by_kind = [*(imbalance_bytes(priced, kind) for kind in priced.shapes.kinds), 0.0]
@@ -349,7 +349,7 @@ def _working_bytes(priced: PricedLayout, with_head: bool, recomputes: bool) -> f
     s, c, saved = priced.strategy, priced.constants, priced.activations
 
     def full_sequence_bytes(share: ActivationBytes) -> float:
-        return s.micro_batch_size * share.on_rank(
+        return priced.sequences * share.on_rank(
             priced.shapes.attention_degree, sequence_parallel=s.sequence_parallel
         )
 

@@ -102,9 +102,14 @@ class PricedLayout:
         return group_of(self.cluster, ranks, stride, self.traits.fabric)
 
     @property
+    def sequences(self) -> int:
+        """Return the sequences of one micro-batch, which may be several of an example."""
+        return self.recipe.training.sequences_of(self.strategy.micro_batch_size)
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of one micro-batch on one rank."""
-        return self.strategy.micro_batch_size * self.length
+        return self.sequences * self.length
 
     @property
     def length(self) -> int:
@@ -116,8 +121,7 @@ class PricedLayout:
         """Return the tokens of a micro-batch whose logits are in memory at a time."""
         if self.strategy.loss == "full":
             return self.tokens
-        micro_batch = self.strategy.micro_batch_size
-        return micro_batch * chunk_length(micro_batch, self.length)
+        return self.sequences * chunk_length(self.sequences, self.length)
 
     def has_head(self, blocks: tuple[ModelChunk, ...]) -> bool:
         layers = len(self.shapes.kind_of)
@@ -262,7 +266,11 @@ def _as_measured(
             if shapes.kind_of[at] >= 0
             else None
         )
-        factors.append(measured / (share * s.micro_batch_size) if measured and share else 1.0)
+        factors.append(
+            measured / (share * recipe.training.sequences_of(s.micro_batch_size))
+            if measured and share
+            else 1.0
+        )
 
     def prefix(sums: tuple[float, ...]) -> tuple[float, ...]:
         return (

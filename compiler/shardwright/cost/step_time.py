@@ -411,7 +411,7 @@ def estimate_time(priced: PricedLayout) -> Time:
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
     length = priced.recipe.training.sequence_length
-    tokens = priced.recipe.training.global_batch_size * length
+    tokens = priced.recipe.training.tokens_per_step
     # Frozen weights have no gradient.
     forwards = FORWARDS_PER_STEP - priced.language_model_is_frozen
     model_flops = forwards * forward_flops_per_token(priced.shapes, length) * tokens

@@ -84,11 +84,13 @@ def _rendered(
     special: dict[str, str],
     turns: bool = False,
     asks: bool = False,
+    own_form: bool = False,
 ) -> tuple[str, list[Span], bool]:
     """Return (text, spans of the assistant, whether its last turn has no end).
 
     turns: whether to find the spans.
-    asks: render a prompt for an answer, of messages in the template's own form.
+    asks: render a prompt for an answer.
+    own_form: the messages are in the template's own form.
     """
 
     def run(
@@ -109,8 +111,8 @@ def _rendered(
             raise TemplateError(f"it writes {len(texts[0]):,} characters")
         return str(texts[0]), places[0] if marks else []
 
-    if asks:
-        return *run(messages, prompt=True), False
+    if own_form:
+        return *run(messages, prompt=asks), False
     key = (template, *sorted(special.items()))
     if key not in _FORMATS:
         if len(_FORMATS) == _MAX_FORMATS:
@@ -125,7 +127,7 @@ def _rendered(
     form, shape = _FORMATS[key]
     messages = form.convert_conversation(messages)
     if not turns:
-        return *run(messages, prompt=False), False
+        return *run(messages, prompt=asks), False
     if GENERATION_MARK.search(template):
         return *run(messages, prompt=False, marks=True), False
     rendered = find_turns(lambda talk, *, prompt: run(talk, prompt=prompt)[0], messages, shape)
@@ -174,12 +176,13 @@ class ChatTemplateRenderer:
         special: dict[str, str],
         *,
         turns: bool,
+        asks: bool = False,
     ) -> tuple[str, list[Span], bool]:
         """Return the text and, with `turns`, the assistant's spans and whether its last turn has no
         end.
 
-        special: tokens that a template may name. Raises TemplateError, TurnNotFound,
-            RenderLimitExceeded.
+        special: tokens that a template may name. asks: the text is a prompt for an answer.
+        Raises TemplateError, TurnNotFound, RenderLimitExceeded.
         """
         answer = self._ask(
             {
@@ -188,6 +191,7 @@ class ChatTemplateRenderer:
                 "tools": tools,
                 "special": special,
                 "turns": turns,
+                "asks": asks,
             }
         )
         if "error" in answer:
@@ -206,6 +210,7 @@ class ChatTemplateRenderer:
                 "tools": None,
                 "special": special,
                 "asks": True,
+                "own_form": True,
             }
         )
         if "error" in answer:

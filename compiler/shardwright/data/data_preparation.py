@@ -38,13 +38,15 @@ from shardwright.data.indexed_dataset import (
     open_documents,
     read_manifest,
 )
-from shardwright.data.sequences import write_packing_table
+from shardwright.data.preferences import PreferenceReader
+from shardwright.data.sequences import open_document_sequences
 from shardwright.data.shapes_dataset import draw_shapes
 from shardwright.data.source_files import ReadingProgress, RecordCounts, text_chunks, texts
 from shardwright.data.tokenizers import Tokenizer, document_prefix, load_tokenizer
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import DRAWN_SHAPES_DATASET, DataSection
+from shardwright.recipe.objectives import PREFERENCE_KIND
+from shardwright.recipe.recipe_types import DRAWN_SHAPES_DATASET, MASKED_KINDS, DataSection
 from shardwright.utils.file_io import write_atomically
 
 MAX_UNPREPARED_BYTES = 64 * 2**20
@@ -108,14 +110,10 @@ def prepare(
             if current != known:
                 write_atomically(at / CURRENT, json.dumps(current, indent=1))
             for source in sources:
-                if source.part.kind == "chat":
+                if source.part.kind in MASKED_KINDS:
                     here = at / str(_current_key(at, source.settings))
-                    write_packing_table(
-                        here,
-                        open_documents(here),
-                        plan.training.sequence_length,
-                        packed=source.part.packing,
-                    )
+                    length = plan.training.sequence_length
+                    open_document_sequences(here, open_documents(here), length, source.part)
 
 
 @contextlib.contextmanager
@@ -215,7 +213,7 @@ def _tokenize_source(
     partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
     writer, image_writer = None, None
     try:
-        writer = DocumentWriter(partial, tokenizer.dtype, masked=source.part.kind == "chat")
+        writer = DocumentWriter(partial, tokenizer.dtype, masked=source.part.kind in MASKED_KINDS)
         image_writer = None if source.part.images is None else ImageWriter(partial)
         progress = ReadingProgress(
             f"tokenizing {source.part.path}", source.size_bytes, shown=max_records is None
@@ -281,6 +279,8 @@ def _read_source(
     """Yield after each batch that is written."""
     part, images = source.part, source.part.images
     if images is None or image_writer is None:
+        if part.kind == PREFERENCE_KIND:
+            return PreferenceReader(part, tokenizer, writer, report).read(source.files, shown)
         if part.kind != "chat":
             return _read_texts(part, source.files, tokenizer, writer, shown, report)
         return ConversationReader(part, tokenizer, writer, report).read(source.files, shown)

@@ -15,7 +15,6 @@ from shardwright.data.indexed_dataset import PREPARED_FORMAT
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan, images_without_defaults
 from shardwright.recipe.recipe_types import (
-    DOCUMENT_KINDS,
     DRAWN_SHAPES_DATASET,
     PYTHON_STDLIB_DATASET,
     TOKENIZED_KINDS,
@@ -60,7 +59,7 @@ def tokenized_sections(plan: Plan) -> Iterator[DataSection]:
 
 def uses_packing(plan: Plan) -> bool:
     """Return whether any part packs documents into sequences."""
-    return any(part.packing and part.kind in DOCUMENT_KINDS for part in all_data_sections(plan))
+    return any(part.joins_documents for part in all_data_sections(plan))
 
 
 def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:

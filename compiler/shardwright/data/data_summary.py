@@ -30,6 +30,7 @@ from shardwright.data.tokenizers import Ids, document_prefix, load_tokenizer
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import (
     DOCUMENT_KINDS,
+    MASKED_KINDS,
     TOKENIZED_KINDS,
     DataSection,
 )
@@ -120,7 +121,7 @@ def summarize_validation(plan: Plan, folder: Path) -> tuple[SourceSummary, ...]:
 def _part(plan: Plan, part: DataSection, folder: Path) -> SourceSummary:
     length = plan.training.sequence_length
     sequences = len(open_sequences(plan, part, folder, 1))
-    if part.kind not in DOCUMENT_KINDS:
+    if part.kind not in (*DOCUMENT_KINDS, *MASKED_KINDS):
         tokens = sequences * length
         return SourceSummary(
             kind=part.kind,
@@ -140,8 +141,8 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> SourceSummary:
     trained = len(documents.tokens) - (len(documents.ends) if part.packing else 1)
     if has_image_captions(part):
         trained = 0
-    if part.kind == "chat" and here is not None:
-        rows = open_document_sequences(here, documents, length, packed=part.packing)
+    if part.kind in MASKED_KINDS and here is not None:
+        rows = open_document_sequences(here, documents, length, part)
         too_long = 0 if pictures is None else int((lengths > length).sum())
         left_out, lengths = len(lengths) - len(rows.members) - too_long, lengths[rows.members]
         cut = int((lengths > length).sum())
@@ -323,7 +324,7 @@ def image_throughput(plan: Plan, folder: Path) -> ImageThroughput | None:
             rows = np.arange(len(documents.ends))
         else:
             rows = open_document_sequences(
-                here, documents, plan.training.sequence_length, packed=part.packing
+                here, documents, plan.training.sequence_length, part
             ).members
         held = table.index[np.isin(table.index[:, 0], rows)]
         if not len(held):

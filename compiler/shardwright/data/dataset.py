@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from shardwright.data.sequences import (
     ChunkedSequences,
     ConcatSequences,
     EpochSampler,
+    GroupedSequences,
     Indices,
     MixtureSampler,
     Sampler,
@@ -36,7 +38,8 @@ from shardwright.data.sequences import (
 )
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import DataSection
+from shardwright.recipe.objectives import PREFERENCE_KIND
+from shardwright.recipe.recipe_types import MASKED_KINDS, DataSection
 from shardwright.utils.file_io import write_atomically
 
 CHECKED_TOKENS = 2**26
@@ -212,8 +215,10 @@ def open_sequences(
     manifest = read_manifest(here)
     if manifest is not None and manifest.largest_id >= vocabulary:
         raise _outside(part, manifest.largest_id, vocabulary)
-    if part.kind == "chat":
-        return open_document_sequences(here, open_documents(here), length, packed=part.packing)
+    if part.kind in MASKED_KINDS:
+        rows = open_document_sequences(here, open_documents(here), length, part)
+        each = part.documents_per_example
+        return rows if each == 1 else GroupedSequences(rows, each)
     if has_image_captions(part):
         images = open_images(here)
         assert images is not None, "its folder was prepared with them"
@@ -254,6 +259,10 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
         ways = ["add samples"]
     elif all(has_image_captions(part) for part in parts):
         ways = ["add pairs"]
+    elif kinds == {PREFERENCE_KIND}:
+        ways = ["add records"]
+        if not any(counts):
+            ways.append("raise training.sequence_length (both completions must start within it)")
     elif kinds == {"chat"}:
         ways = ["add conversations"]
         if not any(counts):
@@ -267,7 +276,8 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
     help = ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
     return refusal(
         "SW6104",
-        f"{name!r} gives {count} sequences of {t.sequence_length} tokens{held}, fewer than "
+        f"{name!r} gives {count} {'pairs' if kinds == {PREFERENCE_KIND} else 'sequences'} of "
+        f"{t.sequence_length} tokens{held}, fewer than "
         f"{'one' if empty else f'one global batch of {plan.sequences_per_step}'}",
         f"{help[0].upper()}{help[1:]}.",
     )
@@ -305,16 +315,22 @@ def data_fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
         else:
             here = prepared_folder(part, folder)
             paths = [path for name in (MANIFEST, *_PREPARED) if (path := here / name).exists()]
-        total = hashlib.sha256()
-        for path in paths:
-            size = path.stat().st_size
-            total.update(f"{path.name}\0{size}\0".encode())
-            with path.open("rb") as file:
-                if size <= BLOCKS * BLOCK_BYTES:
-                    total.update(file.read())
-                    continue
-                for number in range(BLOCKS):
-                    file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
-                    total.update(file.read(BLOCK_BYTES))
-        digests[str(part.path)] = total.hexdigest()
+        digests[str(part.path)] = files_digest(paths)
     return digests
+
+
+def files_digest(paths: Iterable[Path], blocks: int = BLOCKS) -> str:
+    """Return the digest (hex) of files' names, sizes and content, or `blocks` blocks of it. Raises
+    OSError."""
+    total = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= blocks * BLOCK_BYTES:
+                total.update(file.read())
+                continue
+            for number in range(blocks):
+                file.seek((size - BLOCK_BYTES) * number // (blocks - 1))
+                total.update(file.read(BLOCK_BYTES))
+    return total.hexdigest()

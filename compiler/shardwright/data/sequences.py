@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from shardwright.data.image_files import ImageSource, ImageTable, open_images
 from shardwright.data.indexed_dataset import Documents
+from shardwright.recipe.recipe_types import DataSection
 
 Indices = npt.NDArray[np.int64]
 PADDING_ID = 0
@@ -31,6 +32,7 @@ class SequenceBatch:
     loss_mask: (B, S) bool, False where a token is not a label; None where all are.
     pictures: images of each sequence, in the order of their placeholders; () without images.
     lengths: (B,) tokens before padding; None where no sequence is padded.
+    reference: (B,) float32 log-probabilities under a reference model; None without one.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -38,6 +40,7 @@ class SequenceBatch:
     loss_mask: npt.NDArray[np.bool_] | None = None
     pictures: tuple[tuple[ImageSource, ...], ...] = ()
     lengths: npt.NDArray[np.int64] | None = None
+    reference: npt.NDArray[np.float32] | None = None
 
 
 class SequenceDataset(Protocol):
@@ -142,6 +145,40 @@ class DocumentSequences:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedSequences:
+    """Read examples of `size` consecutive sequences each, by the example's index.
+
+    Of n examples, read returns n * size rows, an example's together.
+    """
+
+    rows: SequenceDataset
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.size
+
+    def read(self, indices: Indices) -> SequenceBatch:
+        return self.rows.read((indices[:, None] * self.size + np.arange(self.size)).ravel())
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSequences:
+    """Read examples with the reference's log-probabilities of their sequences.
+
+    scores: (examples, sequences of each) float32.
+    """
+
+    rows: SequenceDataset
+    scores: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Indices) -> SequenceBatch:
+        return replace(self.rows.read(indices), reference=self.scores[indices].ravel())
+
+
+@dataclass(frozen=True, slots=True)
 class SubsetSequences:
     """Read the sequences of `rows` with the indices `chosen`."""
 
@@ -157,7 +194,7 @@ class SubsetSequences:
 
 @dataclass(frozen=True, slots=True)
 class ConcatSequences:
-    """Read the sequences of several parts, numbered consecutively."""
+    """Read the sequences of several parts, or their examples, numbered consecutively."""
 
     parts: Sequence[SequenceDataset]
 
@@ -171,11 +208,14 @@ class ConcatSequences:
             (owner == p, self.parts[p].read(indices[owner == p] - firsts[p]))
             for p in np.unique(owner)
         ]
-        shape = (len(indices), blocks[0][1].tokens.shape[1])
+        # An example may have several sequences, as many in all parts.
+        each = len(blocks[0][1].tokens) // int(blocks[0][0].sum())
+        blocks = [(np.repeat(where, each), block) for where, block in blocks]
+        shape = (len(indices) * each, blocks[0][1].tokens.shape[1])
         tokens = np.empty(shape, dtype=np.int64)
         starts, loss_mask = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
-        pictures: list[tuple[ImageSource, ...]] = [()] * len(indices)
-        lengths = np.full(len(indices), shape[1], dtype=np.int64)
+        pictures: list[tuple[ImageSource, ...]] = [()] * shape[0]
+        lengths = np.full(shape[0], shape[1], dtype=np.int64)
         for where, block in blocks:
             for row, own in zip(np.flatnonzero(where), block.pictures, strict=bool(block.pictures)):
                 pictures[row] = own
@@ -207,8 +247,13 @@ def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
     return folder / f"members-{name}.npy", folder / f"bounds-{name}.npy"
 
 
-def write_packing_table(folder: Path, documents: Documents, length: int, *, packed: bool) -> None:
-    """Write (members, bounds) without documents that have no label in their first S tokens."""
+def write_packing_table(
+    folder: Path, documents: Documents, length: int, *, packed: bool, together: int = 1
+) -> None:
+    """Write (members, bounds) without documents that have no label in their first S tokens.
+
+    together: consecutive documents that are left out where one of them is
+    """
     paths = _paths(folder, length, packed)
     if all(path.exists() for path in paths):
         return
@@ -220,6 +265,8 @@ def write_packing_table(folder: Path, documents: Documents, length: int, *, pack
         first = ends - lengths
         has_label = [trained[first[d] + 1 : min(ends[d], first[d] + length)].any() for d in usable]
         usable = usable[np.asarray(has_label, dtype=np.bool_)]
+    examples, counts = np.unique(usable // together, return_counts=True)
+    usable = usable[np.isin(usable // together, examples[counts == together])]
     table = (
         pack(np.minimum(lengths[usable], length), usable, length)
         if packed
@@ -232,11 +279,15 @@ def write_packing_table(folder: Path, documents: Documents, length: int, *, pack
 
 
 def open_document_sequences(
-    folder: Path, documents: Documents, length: int, *, packed: bool
+    folder: Path, documents: Documents, length: int, part: DataSection
 ) -> DocumentSequences:
+    """Open the prepared documents of `part`, in `folder`, as sequences of `length` tokens."""
+    packed = part.joins_documents
     paths = _paths(folder, length, packed)
     if not all(path.exists() for path in paths):
-        write_packing_table(folder, documents, length, packed=packed)
+        write_packing_table(
+            folder, documents, length, packed=packed, together=part.documents_per_example
+        )
     members, bounds = (np.load(path, mmap_mode="r") for path in paths)
     return DocumentSequences(documents, length, packed, members, bounds, open_images(folder))
 

@@ -238,6 +238,7 @@ _SINGLE_RECORD_CODES = frozenset(
         "SW6112",
         "SW6113",
         "SW6124",
+        "SW6125",
         "SW6130",
         "SW6131",
         "SW6136",

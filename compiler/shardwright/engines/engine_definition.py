@@ -16,6 +16,7 @@ from shardwright.recipe.literal_types import (
     RecomputeModule,
     TaskName,
 )
+from shardwright.recipe.objectives import NEXT_TOKEN
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonObject
 
@@ -95,8 +96,9 @@ class Engine:
     precisions: those that the engine trains in
     optimizers: those that the engine runs -> the engine's own names for them
     tasks: those that the engine trains models for
-    refusal_code: code of a precision, an optimizer or a task that is not among them
-    refusal_reasons: recipe key of these three -> why other values do not run
+    objectives: those of recipe/objectives.py that the engine trains with
+    refusal_code: code of a value that is not among these
+    refusal_reasons: recipe key of these -> why other values do not run
     rules: code -> a layout that the engine does not run
     waived_rules: codes of rules about modules of this project that the engine does without
     key_errors: checks the recipe's keys that no axis and no field above covers
@@ -137,6 +139,7 @@ class Engine:
     compiles_layers: bool = False
     transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
     tasks: frozenset[TaskName] = frozenset({"causal-lm"})
+    objectives: tuple[str, ...] = (NEXT_TOKEN,)
     recompute_obstacle: Callable[[Candidate, RecomputeModule], str] | None = None
     types: frozenset[str] | None = None
     islands: bool = False
@@ -152,6 +155,7 @@ class Engine:
             "training.optimizer.name": tuple(self.optimizers),
             "training.low_precision": ("none", *self.low_precision),
             "model.task": tuple(sorted(self.tasks)),
+            "training.objective.name": self.objectives,
         }
 
 

@@ -101,6 +101,11 @@ class Trainer(Protocol):
         """Return (loss over all predicted tokens of every rank, number of these tokens)."""
         ...
 
+    def objective_metrics(self) -> dict[str, float]:
+        """Return the objective's own metrics over all examples since the last call; {} for the
+        next-token objective. Collective."""
+        ...
+
     def owned_shards(self) -> Iterator[OwnedShard]:
         """Yield the shard of every parameter, trained or not, and every persistent buffer, in a
         fixed order."""
@@ -128,6 +133,15 @@ class NoiseScaleTrainer(Trainer, Protocol):
 
         Over a data rank's ranks together, each element of the model is counted once.
         """
+        ...
+
+
+class SequenceTrainer(Trainer, Protocol):
+    """Train with an engine that has objectives which compare sequences."""
+
+    def sequence_scores(self, rows: ValidationBatches) -> torch.Tensor:
+        """Return the log-probability (examples, sequences of each) of each sequence's labels, in
+        fp32 on the CPU. Collective."""
         ...
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
@@ -163,15 +164,13 @@ class MetricsWriter(JsonLinesWriter):
         tokens: int,
         seconds: float,
         pairs: int | None = None,
-        noise: JsonObject | None = None,
+        others: Mapping[str, JsonValue] = MappingProxyType({}),
     ) -> None:
-        """pairs: of the step, of a model that learns from them. noise: of a measured step
-        (monitor/gradient_noise_scale.py)."""
-        more: dict[str, JsonValue] = {}
+        """pairs: of the step, where the model learns from them. others: the objective's own
+        metrics, and `noise_scale` of a measured step (monitor/gradient_noise_scale.py)."""
+        more = dict(others)
         if pairs is not None:
             more["pairs_per_second"] = pairs / seconds
-        if noise is not None:
-            more["noise_scale"] = noise
         text = self.write_line(
             step=step,
             loss=loss,
@@ -195,10 +194,25 @@ class EvaluationWriter(JsonLinesWriter):
         super().__init__(folder / EVALUATION_FILE, attempt, resumed_step)
         self.step = evaluated_step(folder)
 
-    def write(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """loss: over all `tokens`, which are the predicted ones."""
+    def write(
+        self,
+        step: int,
+        loss: float,
+        predicted: int,
+        seconds: float,
+        own: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """loss: over all `predicted` tokens, or pairs where the objective has metrics of its
+        own."""
+        if own:
+            self.write_line(step=step, loss=loss, pairs=predicted, seconds=seconds, **own)
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in own.items())
+            print(f"validation at step {step}  loss {loss:.4f}  {shown}", flush=True)
+            return
         perplexity = math.exp(min(loss, MAX_EXPONENT)) if math.isfinite(loss) else math.nan
-        self.write_line(step=step, loss=loss, perplexity=perplexity, tokens=tokens, seconds=seconds)
+        self.write_line(
+            step=step, loss=loss, perplexity=perplexity, tokens=predicted, seconds=seconds
+        )
         print(
             f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True
         )

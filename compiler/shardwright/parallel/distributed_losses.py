@@ -20,18 +20,23 @@ from shardwright.models.tasks.contrastive import contrastive_loss
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.dummy_images import DummyImage, inputs_on_device
 from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.parallel.preference_loss import PreferenceLoss
 from shardwright.parallel.tensor_parallel_collectives import vocabulary_parallel_cross_entropy
 
 
 class CausalLoss:
-    """Return the scaled sum of cross-entropies of (logits (B, S, V or V/t), labels (B, S)).
+    """Return the scaled sum of cross-entropies of (logits (B, S, V or V/t), labels (B, S)), or
+    what `preference` makes of each row's sum.
 
     The engine averages over micro-batches and data ranks. `scale` = micro-batches * data ranks /
     predicted tokens of the global batch corrects that mean, for the value and the gradient. Set it
     before each step.
 
     shifted: as MicroBatch.shifted of the batch
+    preference: None for the next-token objective
     """
+
+    preference: PreferenceLoss | None = None
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
         """Take the group over whose ranks the vocabulary is sharded, this rank's slice from
@@ -47,7 +52,18 @@ class CausalLoss:
     def __call__(
         self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        return self.total(*self._paired(logits, labels)) * self.scale
+        return self._reduced(self.total(*self._paired(logits, labels)), labels)
+
+    def _reduced(
+        self, totals: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Reduce what `total` summed. labels: with (B,) scores of the reference where it reads
+        one."""
+        if self.preference is None:
+            return totals * self.scale
+        reference = labels[1] if isinstance(labels, tuple) and len(labels) > 1 else None
+        _, target = self._paired(labels[0] if isinstance(labels, tuple) else labels, labels)
+        return self.preference(-totals, target, reference, self.scale)
 
     def _paired(
         self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
@@ -57,15 +73,22 @@ class CausalLoss:
         return (values, target) if self.shifted else (values[:, :-1], target[:, 1:])
 
     def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sum over tokens whose labels are aligned with them."""
+        """Sum over tokens whose labels are aligned with them; of each row (B,) for a
+        preference."""
+        by_row = self.preference is not None
         if self.tensor_group is None:
             rows = logits.float().reshape(-1, logits.shape[-1])
-            return F.cross_entropy(
-                rows, target.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
+            losses = F.cross_entropy(
+                rows,
+                target.reshape(-1),
+                ignore_index=IGNORE_INDEX,
+                reduction="none" if by_row else "sum",
             )
-        return vocabulary_parallel_cross_entropy(
-            logits, target, first=self.first, ignored=IGNORE_INDEX, group=self.tensor_group
-        ).sum()
+        else:
+            losses = vocabulary_parallel_cross_entropy(
+                logits, target, first=self.first, ignored=IGNORE_INDEX, group=self.tensor_group
+            )
+        return losses.reshape(target.shape).sum(dim=1) if by_row else losses.sum()
 
 
 class ChunkedLoss(CausalLoss):
@@ -93,7 +116,7 @@ class ChunkedLoss(CausalLoss):
             checkpoint(chunk_loss, *pair, use_reentrant=False, determinism_check="none")
             for pair in pairs
         ]
-        return torch.stack(totals).sum() * self.scale
+        return self._reduced(torch.stack(totals).sum(dim=0), labels)
 
 
 def wrap_chunked_loss(model: nn.Module, loss: ChunkedLoss) -> None:
@@ -104,7 +127,7 @@ def wrap_chunked_loss(model: nn.Module, loss: ChunkedLoss) -> None:
     tail = loss.tail = OutputHead(model)
     inner = model.forward
 
-    def forward(labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def forward(labels: torch.Tensor | tuple[torch.Tensor, ...], **inputs: Any) -> torch.Tensor:
         return loss(tail.hidden(lambda: inner(**inputs)), labels)
 
     model.forward = forward
@@ -133,7 +156,7 @@ def micro_batch_loss(
         attention, ids, None if positions is None else positions.to(device)
     )
     inputs |= inputs_on_device(batch.beside, device, dtype) or {}
-    labels = batch.labels.to(device)
+    labels = batch.labels_and_scores(device)
     with packed_document_masks(model, None if positions is None else inputs["position_ids"]):
         if isinstance(loss, ChunkedLoss):
             return model(labels=labels, **inputs)  # type: ignore[no-any-return]

@@ -23,6 +23,8 @@ from shardwright.models.model_skeleton import Batch
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.plan.plan import Plan
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -34,6 +36,9 @@ class MicroBatch:
     beside: a vision-language model's other inputs; None for other models
     blank: the dummy image's inputs where no sequence has an image
     lengths: (B,) tokens of each sequence before its padding; None without padding
+    rows_per_example: neighbouring sequences of which the loss takes one value
+    reference: (B,) log-probabilities of the sequences under the reference model; None where the
+        objective reads none
     """
 
     input_ids: torch.Tensor
@@ -43,11 +48,25 @@ class MicroBatch:
     beside: Batch | None = None
     blank: Batch | None = None
     lengths: torch.Tensor | None = None
+    rows_per_example: int = 1
+    reference: torch.Tensor | None = None
 
     @property
     def predicted(self) -> int:
-        """Count the labels of the loss."""
-        return int(((self.labels if self.shifted else self.labels[:, 1:]) != IGNORE_INDEX).sum())
+        """Count what the loss is a mean over: labels, or examples that have a label in each
+        sequence."""
+        is_label = (self.labels if self.shifted else self.labels[:, 1:]) != IGNORE_INDEX
+        if self.rows_per_example == 1:
+            return int(is_label.sum())
+        return int(is_label.any(dim=1).reshape(-1, self.rows_per_example).all(dim=1).sum())
+
+    def labels_and_scores(
+        self, device: torch.device = CPU
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return what the loss takes beside the logits: the labels, and the reference's scores
+        where it reads them."""
+        labels = self.labels.to(device)
+        return labels if self.reference is None else (labels, self.reference.to(device))
 
 
 class TrainingBatches:
@@ -73,14 +92,14 @@ class TrainingBatches:
         s = plan.strategy
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.island = plan.island
-        self.packed = uses_packing(plan)
+        self.packed, self.rows_per_example = uses_packing(plan), plan.training.sequences_of(1)
         self.waits = 0
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         """Return the micro-batches of `data_rank` in `step` (from 1).
 
-        Micro-batch m takes rows [(m * data + rank) * B, ... + B) of the island's part of the global
-        batch, which is split into equal parts by island.
+        Micro-batch m takes examples [(m * data + rank) * B, ... + B) of the island's part of the
+        global batch, which is split into equal parts by island.
         """
         if self._thread is None:
             return self._build_micro_batches(step, data_rank)
@@ -109,7 +128,9 @@ class TrainingBatches:
     def _build_micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         indices = self.data.order.indices(step).reshape(self.shape)[self.island, :, data_rank]
         return [
-            _micro_batch(self.data.train.read(i), self.packed, self.image_processor)
+            _micro_batch(
+                self.data.train.read(i), self.packed, self.image_processor, self.rows_per_example
+            )
             for i in indices
         ]
 
@@ -120,7 +141,9 @@ class ValidationBatches:
     Sequences that only fill up a micro-batch have no labels. Each pass reads the data again,
     because it may exceed memory.
 
+    numbers: (micro-batches, B) of the held-out examples; -1 where there is none
     at_once: micro-batches that pass through the pipeline together; their number is a multiple of it
+    examples: held-out examples of all data ranks
     """
 
     def __init__(
@@ -141,24 +164,27 @@ class ValidationBatches:
         # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.
         multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
         numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
-        self._rows, self._numbers = (
-            rows,
-            numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank],
-        )
-        self.at_once = at_once or len(self._numbers)
+        self._rows, self.rows_per_example = rows, plan.training.sequences_of(1)
+        self.numbers = numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
+        self.at_once = at_once or len(self.numbers)
+        self.examples = len(rows)
         self._packed, self._image_processor = uses_packing(plan), None
         self.predicted = sum(m.predicted for m in self)  # does not decode images
         self._image_processor = image_processor
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for numbers in self._numbers:
+        for numbers in self.numbers:
             batch = _micro_batch(
-                self._rows.read(np.maximum(numbers, 0)), self._packed, self._image_processor
+                self._rows.read(np.maximum(numbers, 0)),
+                self._packed,
+                self._image_processor,
+                self.rows_per_example,
             )
-            batch.labels[torch.from_numpy(numbers < 0)] = IGNORE_INDEX
+            fills_up = np.repeat(numbers < 0, self.rows_per_example)
+            batch.labels[torch.from_numpy(fills_up)] = IGNORE_INDEX
             yield batch
 
 
@@ -198,10 +224,12 @@ def _micro_batch(
     block: SequenceBatch,
     packed: bool,
     image_processor: ImageProcessor | ContrastiveProcessor | None = None,
+    rows_per_example: int = 1,
 ) -> MicroBatch:
     """Build a micro-batch.
 
     packed: add position ids even where this block needs none, because stages exchange fixed shapes
+    rows_per_example: as MicroBatch has it
     """
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
@@ -217,7 +245,15 @@ def _micro_batch(
         )
     lengths = None if block.lengths is None else torch.from_numpy(block.lengths)
     if not packed:
-        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None, lengths=lengths)
+        reference = None if block.reference is None else torch.from_numpy(block.reference)
+        return MicroBatch(
+            input_ids=input_ids,
+            labels=labels,
+            position_ids=None,
+            lengths=lengths,
+            rows_per_example=rows_per_example,
+            reference=reference,
+        )
     starts = torch.from_numpy(
         np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts
     )

@@ -26,6 +26,7 @@ from shardwright.models.model_graph import PipelineSplit, name_pattern
 from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
 from shardwright.recipe.learning_rate_schedules import OPTIONAL_KEYS, scheduled_rate
 from shardwright.recipe.literal_types import AutoSwitch, Kernels, Loss, TaskName
+from shardwright.recipe.objectives import without_objective_defaults
 from shardwright.recipe.optimizer_keys import MUON_KEYS
 from shardwright.recipe.recipe_types import (
     CheckpointSection,
@@ -429,6 +430,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["experts"]
     if not plan.muon:
         del document["muon"]
+    objective = without_objective_defaults(document["training"])
+    document["training"] = dict(objective)
     for key in MUON_KEYS:
         if document["optimizer"][key] is None:
             del document["optimizer"][key]

@@ -19,6 +19,7 @@ from shardwright.recipe.island_keys import (
 )
 from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
 from shardwright.recipe.learning_rate_schedules import DEFAULT_LR_END, OPTIONAL_KEYS, SCHEDULES
+from shardwright.recipe.objectives import OBJECTIVE_KEYS, OBJECTIVES, PREFERENCE_KIND
 from shardwright.recipe.optimizer_keys import MUON_KEYS, OPTIMIZER_DEFAULTS
 from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
@@ -336,6 +337,49 @@ def optimizer_keys(view: DocumentView) -> Iterator[Diagnostic]:
             owner = join_with_or([each for each in OPTIMIZER_DEFAULTS if each != name])
             message = f"{key} has no effect with the optimizer {name}"
             yield found("SW1226", key, message, f"Remove it, or write `name: {owner}`.")
+
+
+@cross_check("training.objective.name", *(f"training.objective.{key}" for key in OBJECTIVE_KEYS))
+def objective_keys(view: DocumentView) -> Iterator[Diagnostic]:
+    """Check that the objective takes the keys that are given."""
+    name = view.text("training.objective.name")
+    for key in view.given(*(f"training.objective.{key}" for key in OBJECTIVE_KEYS)):
+        own = key.rpartition(".")[2]
+        if own not in OBJECTIVES[name].defaults:
+            owners = [each for each, traits in OBJECTIVES.items() if own in traits.defaults]
+            message = f"{key} has no effect with the objective {name}"
+            help = f"Remove it, or write `name: {join_with_or(owners)}`."
+            yield found("SW1227", key, message, help)
+
+
+@cross_check("training.objective.name", "data", "validation")
+def objective_fits_data(view: DocumentView) -> Iterator[Diagnostic]:
+    """Check that preference objectives have preference data, and no others have."""
+    name = view.text("training.objective.name")
+    compares = OBJECTIVES[name].compares_pairs
+    kinds = [*_kinds(view.get("data"), "data"), *_kinds(view.get("validation"), "validation")]
+    for key, kind in kinds:
+        if (kind == PREFERENCE_KIND) == compares:
+            continue
+        pairs = [each for each, traits in OBJECTIVES.items() if traits.compares_pairs]
+        if compares:
+            help = f"Write `kind: {PREFERENCE_KIND}` with a file of prompts, chosen and rejected."
+        else:
+            help = f"Write `training: {{objective: {{name: {join_with_or(pairs)}}}}}`."
+        message = f"the objective {name} does not train on {kind} data"
+        yield found("SW1228", f"{key}.kind", message, help)
+
+
+def _kinds(section: JsonValue, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (key of a part, its kind) of data or of a mixture."""
+    if not isinstance(section, dict):
+        return
+    mixture = section.get("mixture")
+    if isinstance(mixture, list):
+        for number, part in enumerate(mixture):
+            yield from _kinds(part, f"{key}.mixture.{number}")
+    elif isinstance(section.get("kind"), str):
+        yield key, str(section["kind"])
 
 
 @cross_check("training.gradient_accumulation_dtype", "training.precision")

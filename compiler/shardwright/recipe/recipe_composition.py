@@ -27,7 +27,7 @@ from shardwright.utils.file_io import read_regular_file
 # Which keys hold paths, and what a relative one is relative to: the file that holds it.
 
 
-GLOB_KINDS = ("text", "jsonl", "parquet", "chat")
+GLOB_KINDS = ("text", "jsonl", "parquet", "chat", "preference")
 
 # "*" stands for every item of a list.
 _PATH_KEYS: tuple[tuple[str, ...], ...] = (

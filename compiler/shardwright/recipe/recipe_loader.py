@@ -21,6 +21,7 @@ from shardwright.recipe.measurements import (
     Measurements,
     MeasurementsFile,
 )
+from shardwright.recipe.objectives import with_objective_defaults, without_objective_defaults
 from shardwright.recipe.optimizer_keys import (
     with_optimizer_defaults,
     without_optimizer_defaults,
@@ -163,8 +164,8 @@ def resolve_auto(document: JsonObject) -> JsonObject:
         keys = cast("JsonObject | None", resolved_document.get(section))
         if keys is not None and keys.get(key) == default:
             resolved_document[section] = {k: value for k, value in keys.items() if k != key}
-    resolved_document["training"] = without_optimizer_defaults(
-        cast(JsonObject, resolved_document["training"])
+    resolved_document["training"] = without_objective_defaults(
+        without_optimizer_defaults(cast(JsonObject, resolved_document["training"]))
     )
     training = cast(JsonObject, resolved_document["training"])
     scheduler = cast(JsonObject, training["scheduler"])
@@ -377,7 +378,10 @@ def recipe_from_document(
     }
     misfits = schema_errors(given)
     found += [error for error in misfits if error.key not in reported_keys]
-    completed = cast(JsonObject, fill_in_defaults(recipe_schema(), with_optimizer_defaults(given)))
+    completed = cast(
+        JsonObject,
+        fill_in_defaults(recipe_schema(), with_objective_defaults(with_optimizer_defaults(given))),
+    )
     reported_keys |= {error.key for error in found if error.key is not None}
     found += [error for error in integer_errors(completed) if error.key not in reported_keys]
     faulty_keys = reported_keys | {error.key for error in found if error.key}

@@ -25,6 +25,7 @@ from shardwright.recipe.literal_types import (
     TaskName,
 )
 from shardwright.recipe.measurements import MeasurementsFile
+from shardwright.recipe.objectives import PLAIN_OBJECTIVE, PREFERENCE_KIND, ObjectiveSection
 from shardwright.utils.json_values import JsonObject
 
 
@@ -208,6 +209,15 @@ class TrainingFields:
     seed: int
     epochs: float | None = None
     stop_after_nonfinite: int = 10
+    objective: ObjectiveSection = PLAIN_OBJECTIVE
+
+    def sequences_of(self, examples: int) -> int:
+        """Return the sequences of so many examples, which batch sizes count."""
+        return examples * self.objective.traits.sequences_per_example
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_of(self.global_batch_size) * self.sequence_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +239,12 @@ class TrainingSection(TrainingFields):
         """Return the optimizer steps; 0 where `epochs` decides, as only `prepare` counts the
         data."""
         return (
-            optimizer_steps(self.steps, self.tokens, self.global_batch_size, self.sequence_length)
+            optimizer_steps(
+                self.steps,
+                self.tokens,
+                self.sequences_of(self.global_batch_size),
+                self.sequence_length,
+            )
             or 0
         )
 
@@ -271,7 +286,9 @@ class DataSection:
     mixture: the parts of kind "mixture" with their weights; shuffle applies to all parts.
     """
 
-    kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
+    kind: (
+        str  # text | jsonl | parquet | chat | preference | tokens | megatron | synthetic | mixture
+    )
     path: str | None  # made absolute; the words of BUILT_IN_DATASETS stay
     tokenizer: str | None
     packing: bool
@@ -286,12 +303,23 @@ class DataSection:
     weight: float = 1.0
     mixture: tuple[DataSection, ...] = ()
 
+    @property
+    def documents_per_example(self) -> int:
+        """Return the documents that the loss takes together, one after the other."""
+        return 2 if self.kind == PREFERENCE_KIND else 1
 
-TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")  # the others hold token ids already
-DOCUMENT_KINDS = (
-    *TOKENIZED_KINDS,
-    "megatron",
-)  # those that are made of documents, which packing keeps apart
+    @property
+    def joins_documents(self) -> bool:
+        """Return whether several documents share a sequence, apart from each other."""
+        return self.packing and self.kind in DOCUMENT_KINDS
+
+
+TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat", PREFERENCE_KIND)
+"""The others hold token ids already."""
+MASKED_KINDS = ("chat", PREFERENCE_KIND)
+"""Those of whose tokens some are labels."""
+DOCUMENT_KINDS = ("text", "jsonl", "parquet", "chat", "megatron")
+"""Those that are made of documents, which packing keeps apart."""
 PYTHON_STDLIB_DATASET, DRAWN_SHAPES_DATASET = "python-stdlib", "drawn-shapes"
 BUILT_IN_DATASETS = {PYTHON_STDLIB_DATASET: "text", DRAWN_SHAPES_DATASET: "chat"}
 """Maps each built-in data set, named in place of a path, to the kind that it belongs to."""

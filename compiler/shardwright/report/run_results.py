@@ -99,7 +99,7 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     status, noise = read_status(folder), run_noise_scale(folder, plan.training.global_batch_size)
     settled = [s.step_seconds for s in steps[WARM_UP_STEPS:]] or [s.step_seconds for s in steps]
     median = statistics.median(settled)
-    tokens = plan.training.global_batch_size * plan.training.sequence_length
+    tokens = plan.training.tokens_per_step
     stride = max(1, math.ceil(len(steps) / MOST_POINTS))
     measured = read_json(folder / "run" / "summary.json").get("measured")
     peak = measured.get("peak_bytes") if isinstance(measured, dict) else None

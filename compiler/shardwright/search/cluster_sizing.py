@@ -198,7 +198,7 @@ def _work_seconds(problem: Problem) -> float:
     shapes = model_shapes(graph, 1)
     _, _, scores = shapes.decoder_flops
     training = recipe.training
-    tokens = training.global_batch_size * training.sequence_length
+    tokens = training.tokens_per_step
     # Fused causal attention skips half of the scores that are counted.
     forward = (
         forward_flops_per_token(shapes, training.sequence_length)

@@ -168,7 +168,7 @@ class LayersThatFitCache:
         degrees = (s.tensor, s.context, s.expert, s.expert_tensor)
         key = (
             *degrees,
-            s.micro_batch_size,
+            layout.sequences,
             s.checkpointing,
             s.sequence_parallel,
             has_consecutive_layers(s),

@@ -21,6 +21,7 @@ from shardwright.models.trainable_parameters import (
 )
 from shardwright.plan.plan import zero_learning_rate_updates
 from shardwright.recipe.learning_rate_schedules import SCHEDULES
+from shardwright.recipe.objectives import NEXT_TOKEN
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, Recipe
 
 
@@ -36,6 +37,7 @@ def engine_recipe_errors(engine: Engine, recipe: Recipe) -> tuple[Diagnostic, ..
         "training.optimizer.name": recipe.training.optimizer.name,
         "training.low_precision": recipe.training.low_precision,
         "model.task": recipe.model.task,
+        "training.objective.name": recipe.training.objective.name,
     }
     errors = []
     for key, trained in engine.trained_values().items():
@@ -266,6 +268,30 @@ def muon_verified(x: Candidate) -> Diagnostic | None:
                 key,
                 f"the optimizer muon is not verified with {what}",
                 "Change it, or write `training.optimizer: {name: adamw}`.",
+            )
+    return None
+
+
+def objective_verified(x: Candidate) -> Diagnostic | None:
+    """Refuse SW3233: preference objectives where they were not compared with a plain process."""
+    objective = x.recipe.training.objective
+    if objective.name == NEXT_TOKEN:
+        return None
+    refused = {
+        "model.task": (x.graph.task != "causal-lm", f"{x.graph.task} models"),
+        "cluster.islands": (x.recipe.cluster.islands > 1, "DiLoCo islands"),
+        "tracking.noise_scale": (
+            x.recipe.tracking is not None and x.recipe.tracking.noise_scale is not None,
+            "the gradient noise scale",
+        ),
+    }
+    for key, (is_refused, what) in refused.items():
+        if is_refused:
+            return found(
+                "SW3233",
+                key,
+                f"the objective {objective.name} is not verified with {what}",
+                "Change it, or write `training.objective: {name: next-token}`.",
             )
     return None
 

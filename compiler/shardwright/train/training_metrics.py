@@ -155,13 +155,8 @@ class PerformanceSummary:
         return statistics.median(self._seconds) if self._seconds else None
 
     def _tokens_per_second_per_gpu(self, seconds: float) -> float:
-        training = self._plan.training
-        return (
-            training.global_batch_size
-            * training.sequence_length
-            / seconds
-            / self._plan.strategy.world_size
-        )
+        tokens = self._plan.training.tokens_per_step
+        return tokens / seconds / self._plan.strategy.world_size
 
     def _peak_bytes(self) -> int:
         peak = torch.tensor(

@@ -53,6 +53,7 @@ from shardwright.train.host_consistency import (
     check_world,
 )
 from shardwright.train.noise_scale_meter import NoiseScaleMeasurement, build_noise_scale_meter
+from shardwright.train.reference_scores import ReferenceScores
 from shardwright.train.run_attempt import (
     RANKS,
     Attempt,
@@ -195,15 +196,23 @@ class Session:
         self.folder, self.rank, self.attempt = folder, rank, attempt.number
         self._lease, resume = lease, attempt.resume
         image_processor = build_image_processor(self.plan, folder, rank)
-        self._batches = TrainingBatches(self.plan, data, image_processor)
+        reference = None
+        if self.plan.training.objective.traits.reads_reference:
+            reference = ReferenceScores(self.plan, folder, data, digests)
+        scores_missing = reference is not None and reference.are_missing
         self._trainer = engine_runtime(self.plan).build_trainer(
-            self.plan, folder, resumes=bool(resume)
+            self.plan, folder, resumes=bool(resume) and not scores_missing
         )
         self.engine, self.device = self._trainer.engine, self._trainer.device
         held = self._trainer.parameter_shards()
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", rank_record(held, rank))
         check_parameters(self.plan, rank, held, self._trainer.transposed)
         self.data_rank = self.plan.ranks[rank].data
+        if reference is not None:
+            if reference.are_missing:
+                reference.compute(self._trainer, self.data_rank)
+            data = reference.with_scores()
+        self._batches = TrainingBatches(self.plan, data, image_processor)
         seed_dropout(self.plan, rank)
         self.done = self._saved = (
             load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
@@ -243,6 +252,14 @@ class Session:
         dist.broadcast_object_list(told, src=0)
         self._evaluated = told[0]
 
+    @property
+    def _compares_pairs(self) -> bool:
+        """Return whether an example is a pair: of an image and its caption, or of completions."""
+        return (
+            self.plan.model.task_traits.compares_pairs
+            or self.plan.training.objective.traits.compares_pairs
+        )
+
     def steps(self) -> range:
         """Return the steps still to train, counted from 1."""
         return range(self.done + 1, self.plan.training.steps + 1)
@@ -278,20 +295,25 @@ class Session:
             )
         else:
             result = self._trainer.step(batches, rate)
+        own = self._trainer.objective_metrics()
         seconds = time.perf_counter() - began
         self.done = step
         self._measured.step(result.loss, seconds)
         training = self.plan.training
         if self._metrics and self._tracking:
-            tokens = training.global_batch_size * training.sequence_length
-            pairs = (
-                training.global_batch_size if self.plan.model.task_traits.compares_pairs else None
-            )
-            measured = None if noise is None else noise.line()
+            tokens = training.tokens_per_step
+            pairs = training.global_batch_size if self._compares_pairs else None
+            more: dict[str, JsonValue] = dict(own)
+            if noise is not None:
+                more["noise_scale"] = noise.line()
             self._metrics.write(
-                step, result.loss, result.grad_norm, rate, tokens, seconds, pairs, measured
+                step, result.loss, result.grad_norm, rate, tokens, seconds, pairs, more
             )
-            values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
+            values = own | {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": rate,
+            }
             values |= {} if noise is None else noise.scale.curves()
             self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
         lines = self._divergence.step(step, result.loss, result.grad_norm)
@@ -328,9 +350,13 @@ class Session:
         assert self._held_out is not None, "the recipe has no validation"
         began = time.perf_counter()
         loss, predicted = self._trainer.evaluate(self._held_out)
+        own = self._trainer.objective_metrics()
         if self._evaluations and self._tracking:
-            self._evaluations.write(self.done, loss, predicted, time.perf_counter() - began)
-            self._tracking.log(self.done, {"validation_loss": loss})
+            self._evaluations.write(self.done, loss, predicted, time.perf_counter() - began, own)
+            curves = {"loss": loss, **own}
+            self._tracking.log(
+                self.done, {f"validation_{name}": value for name, value in curves.items()}
+            )
         self._evaluated = self.done
         return loss
 

@@ -9,6 +9,7 @@ from shardwright.engines.deepspeed.ds_config import OPTIMIZER_NAMES, extra_error
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate, Rule, rule
+from shardwright.recipe.objectives import OBJECTIVES
 
 # DeepSpeed's files in the compiled folder.
 DS_CONFIG = "ds_config.json"
@@ -199,6 +200,7 @@ DEEPSPEED = Engine(
     axes=frozenset({"context", "expert"}),
     compiles_layers=True,
     tasks=frozenset({"causal-lm", "image-text-to-text", "contrastive"}),
+    objectives=tuple(OBJECTIVES),
     islands=True,
     measures_noise_scale=True,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -79,13 +80,14 @@ from shardwright.parallel.model_loading import (
     scalars_to_vectors,
 )
 from shardwright.parallel.parameter_names import is_padding
+from shardwright.parallel.preference_loss import PreferenceLoss, ordered_scores
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.tensor_parallel_collectives import TENSOR_PARALLEL_RNG
 from shardwright.parallel.weight_loader import ShardReader, WeightLoader
 from shardwright.plan.plan import Plan
 
 
-class DeepSpeedTrainer:
+class DeepSpeedTrainer(ABC):
     """Implement trainer_protocol.Trainer without its steps.
 
     engine: DeepSpeed's
@@ -107,6 +109,33 @@ class DeepSpeedTrainer:
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         return parameter_shards(self.engine.module)
+
+    @abstractmethod
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
+
+    @abstractmethod
+    def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]: ...
+
+    def objective_metrics(self) -> dict[str, float]:
+        preference = self.loss_fn.preference
+        return {} if preference is None else preference.metrics(is_counted=self._counts_loss)
+
+    def sequence_scores(self, rows: ValidationBatches) -> torch.Tensor:
+        preference = self.loss_fn.preference
+        assert preference is not None, "the objective compares sequences"
+        preference.scores = []
+        self.evaluate(rows)
+        found, preference.scores = preference.scores, None
+        scores = ordered_scores(found if self._counts_loss else [], rows).to(self.device)
+        dist.all_reduce(scores)
+        return scores.cpu()
+
+    @property
+    def _counts_loss(self) -> bool:
+        """Return whether this rank is the first of those that compute the same losses; on other
+        stages there are none."""
+        at = self.plan.ranks[dist.get_rank()]
+        return (at.tensor, at.context) == (0, 0)
 
     def counted(self) -> Iterator[nn.Parameter]:
         first = self.grid.get_slice_parallel_rank() == 0
@@ -418,8 +447,8 @@ class PipelineTrainer(DeepSpeedTrainer):
         self.engine.module.train()
         return loss, predicted
 
-    def _pipeline_inputs(self, whole: list[MicroBatch]) -> list[tuple[Any, torch.Tensor]]:
-        """Return (input of the first stage, labels) of each micro-batch."""
+    def _pipeline_inputs(self, whole: list[MicroBatch]) -> list[tuple[Any, Any]]:
+        """Return (input of the first stage, what the loss takes) of each micro-batch."""
         pieces = [self.context_shard(m) for m in whole]
         self.engine.module.begin(pieces)
         if self.plan.model.task_traits.has_images:
@@ -433,7 +462,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         plain = [
             m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids) for m in pieces
         ]
-        return list(zip(plain, [m.labels for m in pieces], strict=True))
+        return list(zip(plain, [m.labels_and_scores() for m in pieces], strict=True))
 
 
 # A rank's part of the model, built, and under the DeepSpeed engine that trains it.
@@ -478,6 +507,10 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     )
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
+    if plan.training.objective.traits.compares_pairs:
+        trainer.loss_fn.preference = PreferenceLoss(
+            plan.training.objective, trainer.device, context
+        )
     CONTEXT_PARALLEL.use(context, model)
     if not resumes:
         fill_fp32_masters(trainer.owned_shards(), ShardReader(plan, weights, transposed))

@@ -175,7 +175,7 @@ class StageBuilder:
     ) -> None:
         self.plan, self.filler, self.experts = plan, filler, experts
         tokens = (
-            plan.strategy.micro_batch_size,
+            plan.training.sequences_of(plan.strategy.micro_batch_size),
             plan.training.sequence_length // plan.strategy.context,
         )
         self.skeleton = Skeleton(model, plan.model.cut, tokens)

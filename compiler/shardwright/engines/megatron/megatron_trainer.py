@@ -335,6 +335,9 @@ class MegatronTrainer:
             chunk.train()
         return found
 
+    def objective_metrics(self) -> dict[str, float]:
+        return {}
+
     def _pass(
         self, batches: list[MicroBatch], predicted: int, *, forward_only: bool
     ) -> tuple[float, int]:

@@ -6,6 +6,7 @@ from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.layout.layout import Candidate, rule
 from shardwright.recipe.literal_types import Precision
+from shardwright.recipe.objectives import OBJECTIVES
 from shardwright.utils.json_values import JsonScalar
 
 
@@ -97,5 +98,6 @@ REFERENCE = Engine(
     },
     rules=RULES,  # SW1921 refuses `extra`
     tasks=frozenset({"causal-lm", "image-text-to-text"}),
+    objectives=tuple(OBJECTIVES),
     automatic=False,
 )

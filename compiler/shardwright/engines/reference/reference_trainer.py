@@ -29,6 +29,7 @@ from shardwright.parallel.low_precision_linears import convert_linears, low_prec
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import DTYPES, conv1d_to_linear, open_model
 from shardwright.parallel.parameter_names import named_buffers, named_parameters
+from shardwright.parallel.preference_loss import PreferenceLoss, ordered_scores
 from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 
@@ -64,6 +65,8 @@ class ReferenceTrainer:
         self._dtype = DTYPES[plan.training.precision]
         chunked = plan.model.loss == "chunked"
         self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
+        if plan.training.objective.traits.compares_pairs:
+            self.loss_fn.preference = PreferenceLoss(plan.training.objective, self.device)
         self.balance = router_balance(plan, model)
         if isinstance(self.loss_fn, ChunkedLoss):
             wrap_chunked_loss(model, self.loss_fn)
@@ -97,6 +100,18 @@ class ReferenceTrainer:
         total = sum(self._loss(m).item() for m in held_out)
         self.engine.train()
         return total, held_out.predicted
+
+    def objective_metrics(self) -> dict[str, float]:
+        preference = self.loss_fn.preference
+        return {} if preference is None else preference.metrics(is_counted=True)
+
+    def sequence_scores(self, rows: ValidationBatches) -> torch.Tensor:
+        preference = self.loss_fn.preference
+        assert preference is not None, "the objective compares sequences"
+        preference.scores = []
+        self.evaluate(rows)
+        found, preference.scores = preference.scores, None
+        return ordered_scores(found, rows)
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
         return micro_batch_loss(

@@ -1,0 +1,187 @@
+"""Read preference data: records of a prompt with a chosen and a rejected completion.
+
+The columns and their forms are those of TRL (https://huggingface.co/docs/trl/dataset_formats):
+`prompt`, `chosen` and `rejected`, each a text or a list of messages. Without a prompt it is what
+`chosen` and `rejected` begin with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.chat_format import Message, TemplateError, normalize_message, normalize_tools
+from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
+from shardwright.data.indexed_dataset import DocumentWriter
+from shardwright.data.source_files import ReadingProgress, Record, RecordCounts, records
+from shardwright.data.tokenizers import Ids, Tokenizer, document_prefix
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.recipe.recipe_types import DataSection
+from shardwright.utils.json_values import JsonObject, JsonValue
+
+COMPLETIONS = ("chosen", "rejected")
+_FORM = (
+    'Write {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text, or each a list of '
+    "messages. `skip_damaged: 0.01` leaves out up to that share of the records, and `prepare` "
+    "counts them."
+)
+
+Completion = str | list[Message]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Hold a record: the prompt, and (chosen, rejected) without it; all text, or all messages."""
+
+    prompt: Completion
+    completions: tuple[Completion, Completion]
+    tools: JsonValue
+    where: str
+
+
+def read_pair(record: Record) -> Pair:
+    """Read a pair of completions. Raises SW6125."""
+    document, where, _ = record
+    chosen, rejected = (_completion(document, name, where) for name in COMPLETIONS)
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise _malformed(where, "of chosen and rejected, one is a text and one is messages")
+    given = _completion(document, "prompt", where) if document.get("prompt") is not None else None
+    # TRL too: a text beside whole conversations repeats what both begin with.
+    if given is None or isinstance(given, str) != isinstance(chosen, str):
+        given, chosen, rejected = _split_prompt(chosen, rejected)
+        if not given:
+            raise _malformed(where, "there is no prompt, and chosen and rejected begin differently")
+    return Pair(
+        prompt=given,
+        completions=(chosen, rejected),
+        tools=normalize_tools(document.get("tools")),
+        where=where,
+    )
+
+
+def _completion(document: JsonObject, name: str, where: str) -> Completion:
+    value = document.get(name)
+    if isinstance(value, str):
+        return value
+    if value is None:
+        names = ", ".join(sorted(map(str, document))[:8])
+        raise _malformed(where, f"there is no {name!r}; the record has {names or 'no keys'}")
+    if not isinstance(value, list) or not value:
+        raise _malformed(where, f"{name!r} is neither a text nor a list of messages")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _malformed(where, f"message {number} of {name!r} has no role")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise _malformed(where, f"message {number} of {name!r} has no content")
+    return [normalize_message(dict(cast(JsonObject, message))) for message in value]
+
+
+def _malformed(where: str, why: str) -> Refusal:
+    return refusal("SW6125", f"{where}: {why}", _FORM)
+
+
+def _split_prompt(
+    chosen: Completion, rejected: Completion
+) -> tuple[Completion, Completion, Completion]:
+    """Split off what both begin with: whole messages, or text up to a space before a word."""
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        shared = _shared_length(chosen, rejected)
+        if shared and chosen[shared - 1] == " ":
+            shared -= 1  # the space belongs to the word after it, as tokenizers have it
+    else:
+        shared = _shared_length(chosen, rejected)
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _shared_length(one: Completion, other: Completion) -> int:
+    """Return how many characters, or messages, both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], pairs))
+
+
+class PreferenceReader:
+    """Write two documents for each record: prompt and chosen, prompt and rejected. The completions'
+    tokens are labels. Raises SW6112 and SW6125."""
+
+    def __init__(
+        self,
+        part: DataSection,
+        tokenizer: Tokenizer,
+        writer: DocumentWriter,
+        report: RecordCounts,
+    ) -> None:
+        self.part, self.tokenizer, self.writer, self.report = part, tokenizer, writer, report
+        self._template = part.template or tokenizer.template
+        self._renderer = ChatTemplateRenderer()
+
+    def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
+        """Yield after each record."""
+        for name in files:
+            for record in records(name, self.report):
+                shown.add(record[2])
+                try:
+                    pair = read_pair(record)
+                    encoded = [self._encode(pair, own) for own in pair.completions]
+                except Refusal as problem:
+                    self.report.skip_record(problem)
+                    continue
+                for ids, trained in encoded:
+                    self.writer.add(ids, trained)
+                yield
+
+    def _encode(self, pair: Pair, completion: Completion) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """Return (ids, label mask): a token with a character of the completion is a label."""
+        if isinstance(pair.prompt, str) and isinstance(completion, str):
+            text, start = pair.prompt + completion, len(pair.prompt)
+            before = document_prefix(self.tokenizer, self.part.add_bos_token)
+            after = self.tokenizer.end
+        else:
+            text, start = self._rendered(pair, cast("list[Message]", completion))
+            before, after = [], []
+        encoded = self.tokenizer.encode_with_offsets(text)
+        ids, trained = encoded.ids, encoded.last > start
+        if after and ids[-len(after) :].tolist() == after:
+            after = []  # the text may end with these ids
+        if before and ids[: len(before)].tolist() == before:
+            before = []
+        return (
+            np.concatenate([np.asarray(x, dtype=np.int32) for x in (before, ids, after)]),
+            np.concatenate(
+                [np.zeros(len(before), np.bool_), trained, np.ones(len(after), np.bool_)]
+            ),
+        )
+
+    def _rendered(self, pair: Pair, completion: list[Message]) -> tuple[str, int]:
+        """Return (text of the conversation, character at which the completion starts): where it
+        leaves the prompt for an answer."""
+        if self._template is None:
+            raise refusal(
+                "SW6112",
+                f"{pair.where}: the record has messages, and the tokenizer has no chat template",
+                "Set data.template, or use the tokenizer of the model's instruction-tuned version.",
+            )
+        prompt = cast("list[Message]", pair.prompt)
+        try:
+            texts = [
+                self._renderer.render(
+                    self._template,
+                    messages,
+                    pair.tools,
+                    self.tokenizer.special(),
+                    turns=False,
+                    asks=asks,
+                )[0]
+                for messages, asks in ((prompt, True), ([*prompt, *completion], False))
+            ]
+        except (TemplateError, RenderLimitExceeded) as error:
+            raise refusal(
+                "SW6112",
+                f"{pair.where}: the chat template refuses the conversation: {error}",
+                "Correct the record, or set another data.template.",
+            ) from None
+        return texts[1], _shared_length(*texts)

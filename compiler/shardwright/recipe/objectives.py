@@ -1,0 +1,88 @@
+"""List the training objectives: the examples that each takes, and its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.utils.json_values import JsonObject
+
+NEXT_TOKEN = "next-token"
+PREFERENCE_KIND = "preference"
+"""The kind of data whose examples are a chosen and a rejected completion of one prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveTraits:
+    """Describe an objective.
+
+    sequences_per_example: sequences of which the loss takes one value. compares_pairs: an example
+    is a chosen and a rejected completion. reads_reference: the loss reads the log-probabilities of
+    a reference model. defaults: of the keys that the objective takes.
+    """
+
+    sequences_per_example: int = 1
+    compares_pairs: bool = False
+    reads_reference: bool = False
+    defaults: JsonObject = field(default_factory=dict)
+
+
+def _pairs(*, reads_reference: bool, **defaults: float | bool) -> ObjectiveTraits:
+    return ObjectiveTraits(
+        sequences_per_example=2,
+        compares_pairs=True,
+        reads_reference=reads_reference,
+        defaults=dict(defaults),
+    )
+
+
+OBJECTIVES: Mapping[str, ObjectiveTraits] = {
+    NEXT_TOKEN: ObjectiveTraits(),
+    "dpo": _pairs(reads_reference=True, beta=0.1, label_smoothing=0.0),
+    "ipo": _pairs(reads_reference=True, beta=0.1, average=False),
+    "simpo": _pairs(reads_reference=False, beta=2.0, gamma=1.0),
+    "orpo": _pairs(reads_reference=False, beta=0.1),
+}
+"""The defaults are those of the papers; models/tasks/preference.py has the formulas."""
+
+OBJECTIVE_KEYS = ("beta", "gamma", "label_smoothing", "average")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSection:
+    """Holds the objective and its keys; None for a key that the objective does not take."""
+
+    name: str
+    beta: float | None = None
+    gamma: float | None = None
+    label_smoothing: float | None = None
+    average: bool | None = None
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        return OBJECTIVES[self.name]
+
+
+PLAIN_OBJECTIVE = ObjectiveSection(name=NEXT_TOKEN)
+
+
+def with_objective_defaults(document: JsonObject) -> JsonObject:
+    """Fill in the keys of the chosen objective, in a recipe as written."""
+    training = document.get("training")
+    section = training.get("objective") if isinstance(training, Mapping) else None
+    name = section.get("name") if isinstance(section, Mapping) else None
+    traits = OBJECTIVES.get(name) if isinstance(name, str) else None
+    if traits is None or not isinstance(training, Mapping) or not isinstance(section, Mapping):
+        return document
+    given = {key: value for key, value in section.items() if value is not None}
+    return {**document, "training": {**training, "objective": {**traits.defaults, **given}}}
+
+
+def without_objective_defaults(training: JsonObject) -> JsonObject:
+    """Drop keys that the objective does not take, and the objective that a recipe has without the
+    key, so that both have one hash."""
+    section = training.get("objective")
+    if not isinstance(section, Mapping) or section["name"] == NEXT_TOKEN:
+        return {key: value for key, value in training.items() if key != "objective"}
+    left = {key: value for key, value in section.items() if value is not None}
+    return {**training, "objective": left}
