@@ -25,7 +25,15 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data.conversations import ConversationReader
-from shardwright.data.data_sources import DataSource, find_source, shapes_folder, tokenized_sections
+from shardwright.data.data_sources import (
+    MADE_DATASETS,
+    DataSource,
+    find_source,
+    made_folder,
+    stdlib_sources,
+    tokenized_sections,
+)
+from shardwright.data.docstring_pairs import write_docstring_pairs
 from shardwright.data.image_captions import (
     ContrastiveProcessor,
     ImageCaptionReader,
@@ -46,7 +54,12 @@ from shardwright.data.tokenizers import Tokenizer, document_prefix, load_tokeniz
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.objectives import PREFERENCE_KIND
-from shardwright.recipe.recipe_types import DRAWN_SHAPES_DATASET, MASKED_KINDS, DataSection
+from shardwright.recipe.recipe_types import (
+    DOCSTRING_PAIRS_DATASET,
+    DRAWN_SHAPES_DATASET,
+    MASKED_KINDS,
+    DataSection,
+)
 from shardwright.utils.file_io import write_atomically
 
 MAX_UNPREPARED_BYTES = 64 * 2**20
@@ -73,9 +86,12 @@ def prepare(
         once: one works, the others wait.
     """
     at = data_folder(folder)
-    if any(part.path == DRAWN_SHAPES_DATASET for part in tokenized_sections(plan)):
-        with explain_disk_errors(at):
-            draw_shapes(shapes_folder(folder))
+    made = {str(part.path) for part in tokenized_sections(plan)}.intersection(MADE_DATASETS)
+    with explain_disk_errors(at):
+        if DRAWN_SHAPES_DATASET in made:
+            draw_shapes(made_folder(DRAWN_SHAPES_DATASET, folder))
+        if DOCSTRING_PAIRS_DATASET in made:
+            write_docstring_pairs(made_folder(DOCSTRING_PAIRS_DATASET, folder), stdlib_sources())
     sources = [find_source(part, folder) for part in tokenized_sections(plan)]
     missing = [s for s in sources if s.files and read_manifest(at / s.key) is None]
     gone = [s for s in sources if not s.files and _current_key(at, s.settings) is None]

@@ -15,6 +15,7 @@ from shardwright.data.indexed_dataset import PREPARED_FORMAT
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan, images_without_defaults
 from shardwright.recipe.recipe_types import (
+    DOCSTRING_PAIRS_DATASET,
     DRAWN_SHAPES_DATASET,
     PYTHON_STDLIB_DATASET,
     TOKENIZED_KINDS,
@@ -100,9 +101,23 @@ def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSo
     )
 
 
-def shapes_folder(folder: Path) -> Path:
-    """Return the folder of `path: drawn-shapes` in the compiled folder."""
-    return folder / "run" / "data" / "shapes"
+MADE_DATASETS = (DRAWN_SHAPES_DATASET, DOCSTRING_PAIRS_DATASET)
+"""Built-in data sets that `prepare` writes."""
+
+
+def made_folder(name: str, folder: Path) -> Path:
+    """Return the folder of one of MADE_DATASETS in the compiled folder."""
+    own = {DRAWN_SHAPES_DATASET: "shapes", DOCSTRING_PAIRS_DATASET: "docstrings"}
+    return folder / "run" / "data" / own[name]
+
+
+def stdlib_sources() -> list[str]:
+    """Return the source files of this Python's standard library, in a fixed order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        f for f in root.rglob("*.py") if not set(f.relative_to(root).parts) & set(_SKIPPED_STDLIB)
+    ]
+    return sorted(str(f) for f in files)
 
 
 def matching_files(path: str, folder: Path) -> list[str]:
@@ -110,17 +125,11 @@ def matching_files(path: str, folder: Path) -> list[str]:
 
     folder: the compiled one.
     """
-    if path == DRAWN_SHAPES_DATASET:
-        path = str(shapes_folder(folder).absolute() / "data.jsonl")
+    if path in MADE_DATASETS:
+        path = str(made_folder(path, folder).absolute() / "data.jsonl")
         return [path] if os.path.isfile(path) else []
     if path == PYTHON_STDLIB_DATASET:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [
-            f
-            for f in root.rglob("*.py")
-            if not set(f.relative_to(root).parts) & set(_SKIPPED_STDLIB)
-        ]
-        return sorted(str(f) for f in files)
+        return stdlib_sources()
     if os.path.isfile(path):
         return [path]
     return sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))

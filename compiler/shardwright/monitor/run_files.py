@@ -38,8 +38,8 @@ PROGRESS = "@shardwright "
 
 
 class MetricsLine(StepLine):
-    """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. A line of an
-    earlier version lacks some."""
+    """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. margin,
+    accuracy: of a preference objective. A line of an earlier version lacks some."""
 
     loss: NotRequired[Figure | None]
     grad_norm: NotRequired[Figure | None]
@@ -47,6 +47,8 @@ class MetricsLine(StepLine):
     tokens: NotRequired[Count]
     step_seconds: NotRequired[PositiveSeconds]
     attempt: NotRequired[Count]
+    margin: NotRequired[float | None]
+    accuracy: NotRequired[float | None]
 
 
 class EvaluationLine(StepLine):
@@ -54,6 +56,7 @@ class EvaluationLine(StepLine):
 
     loss: NotRequired[Figure | None]
     perplexity: NotRequired[float | None]
+    accuracy: NotRequired[float | None]
 
 
 class SaveLine(TypedDict):

@@ -11,9 +11,7 @@ from torch import distributed as dist
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.preference import PAIR_LOSSES, Completions
 from shardwright.parallel.micro_batches import ValidationBatches
-from shardwright.recipe.objectives import ObjectiveSection
-
-METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
+from shardwright.recipe.objectives import METRICS, ObjectiveSection
 
 
 class PreferenceLoss:

@@ -45,6 +45,10 @@ OBJECTIVES: Mapping[str, ObjectiveTraits] = {
 }
 """The defaults are those of the papers; models/tasks/preference.py has the formulas."""
 
+METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
+"""Means over a step's pairs: implicit rewards, the share in which the chosen one's is higher, and
+by how much."""
+
 OBJECTIVE_KEYS = ("beta", "gamma", "label_smoothing", "average")
 
 

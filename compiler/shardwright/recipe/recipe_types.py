@@ -321,7 +321,12 @@ MASKED_KINDS = ("chat", PREFERENCE_KIND)
 DOCUMENT_KINDS = ("text", "jsonl", "parquet", "chat", "megatron")
 """Those that are made of documents, which packing keeps apart."""
 PYTHON_STDLIB_DATASET, DRAWN_SHAPES_DATASET = "python-stdlib", "drawn-shapes"
-BUILT_IN_DATASETS = {PYTHON_STDLIB_DATASET: "text", DRAWN_SHAPES_DATASET: "chat"}
+DOCSTRING_PAIRS_DATASET = "python-docstrings"
+BUILT_IN_DATASETS = {
+    PYTHON_STDLIB_DATASET: "text",
+    DRAWN_SHAPES_DATASET: "chat",
+    DOCSTRING_PAIRS_DATASET: PREFERENCE_KIND,
+}
 """Maps each built-in data set, named in place of a path, to the kind that it belongs to."""
 FLASH_ATTENTION_2 = "flash_attention_2"
 

@@ -447,11 +447,12 @@ def loss_chart(run: MeasuredRun) -> Figure:
         name="training",
     )
     if run.evaluations:
+        measure = "perplexity" if math.isfinite(run.evaluations[-1].perplexity) else "accuracy"
         source = data_source(
             {
                 "step": [e.step for e in run.evaluations],
                 "loss": [e.loss for e in run.evaluations],
-                "perplexity": [e.perplexity for e in run.evaluations],
+                measure: [getattr(e, measure) for e in run.evaluations],
             }
         )
         made.line("step", "loss", source=source, line_width=2, line_color=ORANGE, name="validation")
@@ -461,7 +462,7 @@ def loss_chart(run: MeasuredRun) -> Figure:
         rows = (
             ("step", "@step"),
             ("validation", "@loss{0.0000}"),
-            ("perplexity", "@perplexity{0.00}"),
+            (measure, f"@{measure}{{0.00}}"),
         )
         made.add_tools(hover(rows, renderers=[points]))
     made.add_tools(
@@ -526,7 +527,21 @@ STEP_CURVES = {
     "tokens": StepCurve(
         title="Tokens a second", field="tokens_per_second", unit="tokens/s", form="0,0"
     ),
+    "margin": StepCurve(
+        title="Chosen reward above the rejected one", field="margin", unit="margin", form="0.000"
+    ),
+    "accuracy": StepCurve(
+        title="Share of pairs ranked right", field="accuracy", unit="accuracy", form="0.000"
+    ),
 }
+
+
+def step_curves_of(run: MeasuredRun | None) -> dict[str, StepCurve]:
+    """Return the curves that the run has: a preference objective has two more."""
+    last = None if run is None else run.drawn[-1]
+    has_pairs = last is not None and math.isfinite(last.margin)
+    own = ("margin", "accuracy")
+    return {name: curve for name, curve in STEP_CURVES.items() if has_pairs or name not in own}
 
 
 def step_curve_chart(run: MeasuredRun, name: str) -> Figure:
@@ -544,7 +559,7 @@ def step_curve_chart(run: MeasuredRun, name: str) -> Figure:
         line_color=VERDICTS["runs"],
         name=curve.unit,
     )
-    made.y_range.start = 0
+    made.y_range.start = 1.15 * min([0, *finite])
     made.y_range.end = 1.15 * max(finite, default=0) or 1
     tip = [("step", "@step"), (curve.unit, f"@value{{{curve.form}}}")]
     made.add_tools(hover(tip, renderers=[drawn], mode="vline"))

@@ -44,13 +44,13 @@ from shardwright.report.plan_sentences import (
 )
 from shardwright.report.report_charts import (
     EXPERT,
-    STEP_CURVES,
     cluster_map,
     expert_ranges,
     group_colors,
     layer_ranges,
     map_axes,
     step_curve_chart,
+    step_curves_of,
 )
 from shardwright.report.run_results import MeasuredRun, read_run
 from shardwright.report.step_timeline import StepTimeline, sampled_ranks, step_timeline
@@ -139,7 +139,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         held=layer_ranges(plan),
         axes=[_axis(subject, axis) for axis in axes],
         first_axis=next((axis for axis in axes if getattr(plan.strategy, axis) > 1), axes[0]),
-        step_curves=STEP_CURVES,
+        step_curves=step_curves_of(run),
         keys={name: report_charts.keys(chart) for name, chart in drawn.items()},
         artifacts=list(_artifacts(subject.folder)),
         style=Markup((templates_folder() / "report/page.css").read_text("utf-8")),
@@ -180,7 +180,7 @@ def _charts(
     if run is not None:
         yield "loss", report_charts.loss_chart(run)
         yield "seconds", report_charts.seconds_chart(run, plan.predicted.time.step_seconds)
-        for name in STEP_CURVES:
+        for name in step_curves_of(run):
             yield name, step_curve_chart(run, name)
     if islands is not None:
         cost = _outer_cost(subject)

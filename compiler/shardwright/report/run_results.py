@@ -30,6 +30,8 @@ MOST_POINTS = 4_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
+    """Hold a step. margin, accuracy: of a preference objective; NaN without one."""
+
     step: int
     loss: float
     grad_norm: float
@@ -37,6 +39,8 @@ class StepMetrics:
     step_seconds: float
     tokens_per_second: float
     attempt: int
+    margin: float
+    accuracy: float
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> StepMetrics:
@@ -49,22 +53,30 @@ class StepMetrics:
             step_seconds=float(row["step_seconds"]),
             tokens_per_second=number(row.get("tokens_per_second")),
             attempt=int(row["attempt"]),
+            margin=number(row.get("margin")),
+            accuracy=number(row.get("accuracy")),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Hold the held-out loss after a step."""
+    """Hold the held-out loss after a step. perplexity: of the next-token objective. accuracy: of a
+    preference objective. NaN under the other."""
 
     step: int
     loss: float
     perplexity: float
+    accuracy: float
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Evaluation:
         """Read a row of run/evaluation.jsonl."""
-        loss, perplexity = number(row["loss"]), number(row["perplexity"])
-        return cls(step=int(row["step"]), loss=loss, perplexity=perplexity)
+        return cls(
+            step=int(row["step"]),
+            loss=number(row["loss"]),
+            perplexity=number(row.get("perplexity")),
+            accuracy=number(row.get("accuracy")),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

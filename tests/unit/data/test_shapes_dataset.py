@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.data.data_sources import matching_files, shapes_folder
+from shardwright.data.data_sources import made_folder, matching_files
 from shardwright.data.image_files import extract_images, inspect_image
 from shardwright.data.shapes_dataset import SHAPES, SIDE, draw, draw_shapes
 from shardwright.recipe.input_file_checks import check_files
@@ -68,8 +68,10 @@ def test_the_recipe_needs_no_file(tmp_path: Path) -> None:
     assert recipe.data is not None and recipe.data.path == "drawn-shapes"
     assert not check_files(recipe)
     assert matching_files("drawn-shapes", tmp_path) == []
-    draw_shapes(shapes_folder(tmp_path), 4)
-    assert matching_files("drawn-shapes", tmp_path) == [str(shapes_folder(tmp_path) / "data.jsonl")]
+    draw_shapes(made_folder("drawn-shapes", tmp_path), 4)
+    assert matching_files("drawn-shapes", tmp_path) == [
+        str(made_folder("drawn-shapes", tmp_path) / "data.jsonl")
+    ]
 
 
 def test_other_kinds_look_for_a_file_of_that_name(write_recipe: Callable[..., Path]) -> None:

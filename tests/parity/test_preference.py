@@ -1,0 +1,75 @@
+"""Preference objectives train as plain loops of the papers' formulas in one process, under every
+ZeRO stage and kind of rank; the reference's scores are those of the starting weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwright.utils.numeric_difference import largest_difference
+from tests.parity.case_launches import launched
+from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE
+from tests.parity.preference import PreferenceCase as Case
+
+WEIGHT_ABSOLUTE = 1e-5
+IPO = {"name": "ipo", "beta": 0.2}
+AVERAGED = {"name": "ipo", "beta": 0.2, "average": True}
+SIMPO = {"name": "simpo", "beta": 2.0, "gamma": 0.7}
+ORPO = {"name": "orpo", "beta": 0.4}
+SMOOTHED = {"name": "dpo", "beta": 0.5, "label_smoothing": 0.1}
+
+TWO: dict[str, Case] = {
+    "llama-zero0": Case(model="llama", data=2, zero_stage=0),
+    "gpt2-zero1-smoothed": Case(model="gpt2", data=2, objective=SMOOTHED),
+    "gpt2-zero2-ipo": Case(model="gpt2", data=2, zero_stage=2, objective=IPO),
+    "llama-zero3-simpo": Case(model="llama", data=2, zero_stage=3, objective=SIMPO),
+    "llama-zero3-chunked": Case(model="llama", data=2, zero_stage=3, loss="chunked"),
+    "llama-tp2-orpo": Case(model="llama", tensor=2, objective=ORPO),
+    "gpt2-tp2": Case(model="gpt2", tensor=2, checkpointing="full"),
+    "llama-pp2": Case(model="llama", pipeline=2),
+    "gpt2-pp2-averaged": Case(model="gpt2", pipeline=2, loss="chunked", objective=AVERAGED),
+    "llama-context2": Case(model="llama", context=2, accumulation=3),
+    "llama-context2-orpo": Case(model="llama", context=2, objective=ORPO, checkpointing="full"),
+    "qwen3-moe-expert2-ipo": Case(model="qwen3_moe", data=2, expert=2, objective=IPO),
+    "llama-lora-zero2": Case(model="llama", data=2, zero_stage=2, lora_rank=4),
+    "llama-lora-zero3": Case(model="llama", data=2, zero_stage=3, lora_rank=4, objective=IPO),
+    "resumed-llama-pp2": Case(model="llama", pipeline=2, resumed=True),
+    "resumed-gpt2-tp2-simpo": Case(model="gpt2", tensor=2, objective=SIMPO, resumed=True),
+}
+FOUR: dict[str, Case] = {
+    "llama-tp2-pp2": Case(model="llama", tensor=2, pipeline=2),
+    "llama-tp2-zero3": Case(model="llama", tensor=2, data=2, zero_stage=3, objective=SIMPO),
+    "gpt2-dualpipev": Case(
+        model="gpt2-deep", data=2, pipeline=2, schedule="dualpipev", accumulation=4
+    ),
+    "llama-dualpipev-chunked": Case(
+        model="llama-deep",
+        tensor=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=4,
+        loss="chunked",
+    ),
+    "llama-context2-zero3": Case(model="llama", context=2, data=2, zero_stage=3),
+    "llama-context2-tp2": Case(model="llama", context=2, tensor=2, objective=IPO),
+    "qwen3-moe-expert2-pp2": Case(model="qwen3_moe", data=2, expert=2, pipeline=2),
+    "resumed-llama-context2-zero2": Case(
+        model="llama", context=2, data=2, zero_stage=2, resumed=True
+    ),
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
+def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
+    found = launched(cases, tmp_path, "preference_worker.py")
+
+    def largest(name: str) -> float:
+        return largest_difference(line[name] for line in found.values())
+
+    assert largest("loss") <= LOSS_ABSOLUTE, found
+    assert largest("norm") <= NORM_RELATIVE, found
+    assert largest("weight") <= WEIGHT_ABSOLUTE, found
+    assert largest("scores") <= 1e-4, found  # of sums over dozens of tokens, of about 200
+    assert largest("metrics") <= 1e-4, found

@@ -1,0 +1,141 @@
+"""Preference data: TRL's forms of a pair, which tokens are labels, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwright.data.dataset import Dataset
+from tests.unit.data.data_plans import opened, part, plan, refused
+from tests.unit.data.test_chat import CHATML, REASONING
+
+USER = {"role": "user", "content": "Two and two?"}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def written(folder: Path, *records: Any) -> Path:
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def pairs(folder: Path, *records: Any, length: int = 400, **more: Any) -> Dataset:
+    data = part("preference", written(folder, *records), **more)
+    return opened(plan(data, length=length, batch=1), folder)
+
+
+def shown(data: Dataset, number: int = 0) -> list[tuple[str, str]]:
+    """(text of the sequence, its labels) of the chosen and of the rejected completion."""
+    block = data.train.read(np.asarray([number]))
+    assert block.loss_mask is not None and block.lengths is not None
+    found = []
+    for tokens, labels, length in zip(block.tokens, block.loss_mask, block.lengths, strict=True):
+        ids = tokens[:length].astype(np.uint8)
+        found.append((bytes(ids).decode(), bytes(ids[labels[:length]]).decode()))
+    return found
+
+
+def test_texts(tmp_path: Path) -> None:
+    data = pairs(tmp_path, {"prompt": "Was? ", "chosen": "Schön.", "rejected": "Nein, nichts."})
+    assert len(data.train) == 1
+    assert shown(data) == [("Was? Schön.", "Schön."), ("Was? Nein, nichts.", "Nein, nichts.")]
+
+
+def test_a_prompt_that_both_begin_with_is_found(tmp_path: Path) -> None:
+    """The space before the word in which they differ is a part of it, as in TRL."""
+    data = pairs(tmp_path, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
+    assert shown(data) == [("The sky is blue.", " blue."), ("The sky is green.", " green.")]
+
+
+@pytest.mark.parametrize("is_explicit", [True, False])
+@pytest.mark.parametrize(
+    ("template", "beside"), [(CHATML, ""), (REASONING, "<think>\n\n</think>\n\n")]
+)
+def test_messages(template: str, beside: str, is_explicit: bool, tmp_path: Path) -> None:
+    talks = [[answer("Four.")], [answer("Five, or so.")]]
+    record: dict[str, Any] = {"prompt": [USER], "chosen": talks[0], "rejected": talks[1]}
+    if not is_explicit:
+        record = {"chosen": [USER, *talks[0]], "rejected": [USER, *talks[1]]}
+    data = pairs(tmp_path, record, template=template)
+    assert [labels for _, labels in shown(data)] == [
+        f"{beside}{text}<|im_end|>\n" for text in ("Four.", "Five, or so.")
+    ]
+
+
+def test_a_text_beside_conversations_is_not_their_prompt(tmp_path: Path) -> None:
+    """Some data sets repeat the question so."""
+    record = {
+        "prompt": "Two and two?",
+        "chosen": [USER, answer("Four.")],
+        "rejected": [USER, answer("Five.")],
+    }
+    [chosen, _] = shown(pairs(tmp_path, record, template=CHATML))
+    assert chosen[0].count("Two and two?") == 1 and chosen[1] == "Four.<|im_end|>\n"
+
+
+def test_a_pair_is_left_out_whole(tmp_path: Path) -> None:
+    """A completion that begins beyond the sequence has no label."""
+    long, short = {"prompt": "x" * 30, "chosen": "a", "rejected": "b"}, {"prompt": "Say: "}
+    data = pairs(
+        tmp_path,
+        short | {"chosen": "one", "rejected": "two"},
+        long,
+        short | {"chosen": "three", "rejected": "f" * 40},
+        length=20,
+    )
+    assert len(data.train) == 2
+    assert [labels for _, labels in shown(data, 1)] == ["three", "f" * 15]
+
+
+def test_empty_completions_are_left_out(tmp_path: Path) -> None:
+    """The byte tokenizer has no token that ends an answer."""
+    good = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    data = pairs(tmp_path, good, {"prompt": "p", "chosen": "", "rejected": "r"})
+    assert len(data.train) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "p", "chosen": "c"}, "there is no 'rejected'; the record has chosen, prompt"),
+        ({"prompt": "p", "chosen": "c", "rejected": [answer("r")]}, "one is a text"),
+        ({"prompt": "p", "chosen": 3, "rejected": "r"}, "neither a text nor a list of messages"),
+        ({"prompt": "p", "chosen": [], "rejected": []}, "neither a text nor a list of messages"),
+        ({"prompt": "p", "chosen": ["c"], "rejected": ["r"]}, "message 1 of 'chosen' has no role"),
+        ({"chosen": "yes", "rejected": "no"}, "there is no prompt"),
+        ({"chosen": [answer("c")], "rejected": [answer("r")]}, "there is no prompt"),
+        ({"prompt": [USER], "chosen": [{"role": "x"}], "rejected": []}, "has no content"),
+    ],
+)
+def test_what_is_no_pair_is_refused(record: Any, words: str, tmp_path: Path) -> None:
+    data = part("preference", written(tmp_path, record), template=CHATML)
+    code, message = refused(plan(data), tmp_path)
+    assert code == "SW6125" and words in message and "pairs.jsonl:1" in message
+
+
+def test_messages_need_a_template(tmp_path: Path) -> None:
+    file = written(tmp_path, {"chosen": [USER, answer("c")], "rejected": [USER, answer("r")]})
+    code, message = refused(plan(part("preference", file)), tmp_path)
+    assert code == "SW6112" and "chat template" in message
+
+
+def test_skip_damaged_counts_pairs_that_cannot_be_read(tmp_path: Path) -> None:
+    good = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    data = pairs(tmp_path, good, {"prompt": "p"}, good, skip_damaged=0.5)
+    assert len(data.train) == 2
+
+
+def test_the_built_in_pairs(tmp_path: Path) -> None:
+    data = part("preference", "python-docstrings")
+    found = opened(plan(data, length=192, batch=1), tmp_path)
+    assert len(found.train) > 500
+    for number in range(0, 500, 50):
+        chosen, rejected = shown(found, number)
+        assert len(chosen[1]) < len(rejected[1]) and chosen[1].endswith("\n")

@@ -1,0 +1,78 @@
+"""Keys of `training.objective`: defaults, refusals, and recipes without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwright.diagnostics import Refusal
+from shardwright.recipe.objectives import OBJECTIVE_KEYS, OBJECTIVES
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from tests.unit.recipe.test_bad_input import GOOD, changed
+
+PAIRS = "{kind: preference, path: python-docstrings, tokenizer: byte}"
+
+
+def loaded(folder: Path, objective: str | None, data: str = PAIRS) -> Recipe:
+    text = (
+        GOOD if objective is None else changed("steps: 20", f"steps: 20\n  objective: {objective}")
+    )
+    lines = [line for line in text.splitlines() if not line.startswith("data:")]
+    (folder / "recipe.yaml").write_text("\n".join([*lines, f"data: {data}", ""]))
+    return load_recipe(folder / "recipe.yaml")
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if OBJECTIVES[name].defaults])
+def test_an_objective_has_its_defaults(name: str, tmp_path: Path) -> None:
+    objective = loaded(tmp_path, f"{{name: {name}}}").training.objective
+    for key in OBJECTIVE_KEYS:
+        assert getattr(objective, key) == OBJECTIVES[name].defaults.get(key)
+    given = loaded(tmp_path, f"{{name: {name}, beta: 0.7}}").training.objective
+    assert given.beta == 0.7
+
+
+def test_batch_sizes_count_pairs(tmp_path: Path) -> None:
+    training = loaded(tmp_path, "{name: dpo}").training
+    assert training.sequences_of(3) == 6
+    batch, length = training.global_batch_size, training.sequence_length
+    assert training.tokens_per_step == 2 * batch * length
+
+
+def test_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, "{name: dpo, gamma: 1}")
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1227" and diagnostic.key == ("training", "objective", "gamma")
+    assert "name: simpo" in str(diagnostic.help)
+
+
+@pytest.mark.parametrize(
+    ("objective", "data"),
+    [
+        ("{name: dpo}", "{kind: text, path: python-stdlib, tokenizer: byte}"),
+        ("{name: next-token}", PAIRS),
+    ],
+)
+def test_objective_and_data_must_fit(objective: str, data: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, objective, data)
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1228" and diagnostic.key == ("data", "kind")
+
+
+def test_parts_of_a_mixture_must_fit(tmp_path: Path) -> None:
+    text = "{kind: text, path: python-stdlib, tokenizer: byte, weight: 1}"
+    mixture = f"{{mixture: [{PAIRS[:-1]}, weight: 2}}, {text}]}}"
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, "{name: dpo}", mixture)
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1228"
+
+
+def test_a_recipe_without_the_key_is_the_same_recipe(tmp_path: Path) -> None:
+    text = "{kind: text, path: python-stdlib, tokenizer: byte}"
+    without = loaded(tmp_path, None, text).document["training"]
+    assert loaded(tmp_path, "{name: next-token}", text).document["training"] == without
+    assert "objective" not in str(without)
