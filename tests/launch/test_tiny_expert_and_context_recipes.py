@@ -1,8 +1,9 @@
-"""The ready recipes of expert ranks, of context ranks and of Muon train on this machine."""
+"""The ready recipes of expert ranks, context ranks, Muon and preferences train on this machine."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,18 @@ def test_a_ready_recipe_trains(name: str, tmp_path: Path) -> None:
         assert plan["strategy"]["context"] == 2
     else:
         assert "model.layers.*.mlp.up_proj.weight" in plan["muon"]
+
+
+@pytest.mark.launch
+def test_the_preference_recipe_learns_to_rank(tmp_path: Path) -> None:
+    """Held-out pairs are ranked by chance before the first step, and right after the last."""
+    out = tmp_path / "out"
+    must(shardwright("compile", RECIPES / "tiny-dpo-cpu.yaml", "-o", out))
+    printed = must(shardwright("run", out)).stdout
+    assert "pairs scored" in printed
+    lines = metrics(out)
+    assert abs(lines[0]["loss"] - math.log(2)) < 1e-4
+    evaluations = (out / "run" / "evaluation.jsonl").read_text().splitlines()
+    last = json.loads(evaluations[-1])
+    assert last["step"] == lines[-1]["step"] and last["accuracy"] >= 0.9, last
+    assert last["margin"] > 0 and last["pairs"] >= 40

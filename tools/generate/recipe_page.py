@@ -9,7 +9,7 @@ from shardwright.engines.deepspeed.deepspeed_capabilities import EXTRA_KEYS_REFU
 from shardwright.engines.deepspeed.ds_config import EXTRA_KEYS_ALLOWED, EXTRA_KEYS_REFUSED
 from shardwright.recipe.recipe_schema import recipe_schema
 
-KINDS = ("text", "jsonl", "parquet", "chat", "tokens", "megatron", "synthetic")
+KINDS = ("text", "jsonl", "parquet", "chat", "preference", "tokens", "megatron", "synthetic")
 OPEN = ("model.config",)  # its keys are Hugging Face's, not ours
 
 Schema = dict[str, Any]

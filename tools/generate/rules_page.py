@@ -22,6 +22,7 @@ from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Candidate, Layout, Rule
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.objectives import ObjectiveSection
 from shardwright.recipe.recipe_types import (
     DataSection,
     LoraSection,
@@ -251,6 +252,13 @@ def recipes() -> tuple[Recipe, ...]:
         dataclasses.replace(half, model=dataclasses.replace(half.model, router_aux_loss=0.001)),
         recipe_of(cluster={**cluster, "inter_node_gbits_per_second": 50.0}, training=training),
         dataclasses.replace(plain, tracking=dataclasses.replace(plain.tracking, noise_scale=NOISE)),
+        dataclasses.replace(
+            plain,
+            tracking=dataclasses.replace(plain.tracking, noise_scale=NOISE),
+            training=dataclasses.replace(
+                plain.training, objective=ObjectiveSection(name="dpo", beta=0.1)
+            ),
+        ),
         recipe_of(
             cluster=cluster,
             training={

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from shardwright.utils.file_io import write_atomically
 
-PAIRS = 1200
-SHORT, LONG = (20, 60), (80, 150)
+PAIRS = 1000
+SHORT, LONG = (20, 60), (61, 100)
 """Least and most characters of a chosen and of a rejected answer."""
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 

@@ -134,8 +134,8 @@ def test_skip_damaged_counts_pairs_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_built_in_pairs(tmp_path: Path) -> None:
     data = part("preference", "python-docstrings")
-    found = opened(plan(data, length=192, batch=1), tmp_path)
-    assert len(found.train) > 500
-    for number in range(0, 500, 50):
+    found = opened(plan(data, length=128, batch=1), tmp_path)
+    assert len(found.train) > 400
+    for number in range(0, 400, 50):
         chosen, rejected = shown(found, number)
         assert len(chosen[1]) < len(rejected[1]) and chosen[1].endswith("\n")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -87,7 +86,7 @@ from shardwright.parallel.weight_loader import ShardReader, WeightLoader
 from shardwright.plan.plan import Plan
 
 
-class DeepSpeedTrainer(ABC):
+class DeepSpeedTrainer:
     """Implement trainer_protocol.Trainer without its steps.
 
     engine: DeepSpeed's
@@ -110,12 +109,6 @@ class DeepSpeedTrainer(ABC):
     def parameter_shards(self) -> dict[str, ParameterShard]:
         return parameter_shards(self.engine.module)
 
-    @abstractmethod
-    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
-
-    @abstractmethod
-    def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]: ...
-
     def objective_metrics(self) -> dict[str, float]:
         preference = self.loss_fn.preference
         return {} if preference is None else preference.metrics(is_counted=self._counts_loss)
@@ -124,7 +117,7 @@ class DeepSpeedTrainer(ABC):
         preference = self.loss_fn.preference
         assert preference is not None, "the objective compares sequences"
         preference.scores = []
-        self.evaluate(rows)
+        cast(Trainer, self).evaluate(rows)
         found, preference.scores = preference.scores, None
         scores = ordered_scores(found if self._counts_loss else [], rows).to(self.device)
         dist.all_reduce(scores)
