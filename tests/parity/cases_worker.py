@@ -36,7 +36,7 @@ from tests.figures import training_apart
 from tests.parity.engine_groups import compile_folder, from_rank_0, share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs
 
-PLAIN_TOTAL = CausalLoss.total
+PLAIN_LOSSES = CausalLoss.losses
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
@@ -85,11 +85,11 @@ def _watch_logits() -> list[int]:
     """Positions of each chunk whose logits are made on this rank from now on."""
     seen: list[int] = []
 
-    def total(self: CausalLoss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def losses(self: CausalLoss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         seen.append(logits.shape[1])
-        return PLAIN_TOTAL(self, logits, target)
+        return PLAIN_LOSSES(self, logits, target)
 
-    CausalLoss.total = total  # type: ignore[method-assign]
+    CausalLoss.losses = losses  # type: ignore[method-assign]
     return seen
 
 

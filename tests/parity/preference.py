@@ -103,11 +103,11 @@ def rows(case: PreferenceCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def log_probabilities(
     model: Any, ids: torch.Tensor, is_label: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over the labels (B,), their number (B,))."""
+    """(sum over the labels (B,) in fp64, their number (B,))."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     each = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     labels = is_label[:, 1:]
-    return (each * labels).sum(1), labels.sum(1)
+    return (each * labels).double().sum(1), labels.sum(1)
 
 
 def pair_loss(

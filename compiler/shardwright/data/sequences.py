@@ -32,7 +32,7 @@ class SequenceBatch:
     loss_mask: (B, S) bool, False where a token is not a label; None where all are.
     pictures: images of each sequence, in the order of their placeholders; () without images.
     lengths: (B,) tokens before padding; None where no sequence is padded.
-    reference: (B,) float32 log-probabilities under a reference model; None without one.
+    reference: (B,) float64 log-probabilities under a reference model; None without one.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -40,7 +40,7 @@ class SequenceBatch:
     loss_mask: npt.NDArray[np.bool_] | None = None
     pictures: tuple[tuple[ImageSource, ...], ...] = ()
     lengths: npt.NDArray[np.int64] | None = None
-    reference: npt.NDArray[np.float32] | None = None
+    reference: npt.NDArray[np.float64] | None = None
 
 
 class SequenceDataset(Protocol):
@@ -165,11 +165,11 @@ class GroupedSequences:
 class ScoredSequences:
     """Read examples with the reference's log-probabilities of their sequences.
 
-    scores: (examples, sequences of each) float32.
+    scores: (examples, sequences of each) float64.
     """
 
     rows: SequenceDataset
-    scores: npt.NDArray[np.float32]
+    scores: npt.NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -136,12 +136,12 @@ class NoiseScaleTrainer(Trainer, Protocol):
         ...
 
 
-class SequenceTrainer(Trainer, Protocol):
-    """Train with an engine that has objectives which compare sequences."""
+class ScoringTrainer(Trainer, Protocol):
+    """Train with an engine that also tells the log-probability of each label."""
 
-    def sequence_scores(self, rows: ValidationBatches) -> torch.Tensor:
-        """Return the log-probability (examples, sequences of each) of each sequence's labels, in
-        fp32 on the CPU. Collective."""
+    def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
+        """Return each token's log-probability (sequences of all examples, S) in fp32 on the CPU; 0
+        where a token is no label. Collective."""
         ...
 
 

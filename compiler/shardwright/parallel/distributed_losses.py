@@ -34,9 +34,12 @@ class CausalLoss:
 
     shifted: as MicroBatch.shifted of the batch
     preference: None for the next-token objective
+    scores: collects the log-probabilities of a micro-batch's labels (B, S), as they are aligned
+        here, instead of a loss; None trains
     """
 
     preference: PreferenceLoss | None = None
+    scores: list[torch.Tensor] | None = None
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
         """Take the group over whose ranks the vocabulary is sharded, this rank's slice from
@@ -52,18 +55,22 @@ class CausalLoss:
     def __call__(
         self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        return self._reduced(self.total(*self._paired(logits, labels)), labels)
+        return self._reduced([self.losses(*self._paired(logits, labels))], labels)
 
     def _reduced(
-        self, totals: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+        self, losses: list[torch.Tensor], labels: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """Reduce what `total` summed. labels: with (B,) scores of the reference where it reads
-        one."""
+        """Reduce what `losses` returned for the chunks of a micro-batch. labels: with (B,) scores
+        of the reference where the objective reads them."""
+        if self.scores is not None:
+            self.scores.append(-torch.cat(losses, dim=1).detach())
+            return losses[0].sum() * 0
+        totals = torch.stack(losses).sum(dim=0)
         if self.preference is None:
             return totals * self.scale
-        reference = labels[1] if isinstance(labels, tuple) and len(labels) > 1 else None
-        _, target = self._paired(labels[0] if isinstance(labels, tuple) else labels, labels)
-        return self.preference(-totals, target, reference, self.scale)
+        target, *scores = labels if isinstance(labels, tuple) else (labels,)
+        _, target = self._paired(target, target)
+        return self.preference(-totals, target, scores[0] if scores else None, self.scale)
 
     def _paired(
         self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
@@ -72,23 +79,27 @@ class CausalLoss:
         target = labels[0] if isinstance(labels, tuple) else labels
         return (values, target) if self.shifted else (values[:, :-1], target[:, 1:])
 
-    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sum over tokens whose labels are aligned with them; of each row (B,) for a
-        preference."""
-        by_row = self.preference is not None
+    def losses(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of labels that are aligned with the logits: its sum, each row's
+        (B,) for a preference, or each label's (B, S) for scores."""
+        is_whole = self.preference is None and self.scores is None
         if self.tensor_group is None:
             rows = logits.float().reshape(-1, logits.shape[-1])
             losses = F.cross_entropy(
                 rows,
                 target.reshape(-1),
                 ignore_index=IGNORE_INDEX,
-                reduction="none" if by_row else "sum",
+                reduction="sum" if is_whole else "none",
             )
         else:
             losses = vocabulary_parallel_cross_entropy(
                 logits, target, first=self.first, ignored=IGNORE_INDEX, group=self.tensor_group
             )
-        return losses.reshape(target.shape).sum(dim=1) if by_row else losses.sum()
+        if is_whole:
+            return losses.sum()
+        each = losses.reshape(target.shape)
+        # Rows are compared: rounding a sum over thousands of tokens would show.
+        return each if self.scores is not None else each.double().sum(dim=1)
 
 
 class ChunkedLoss(CausalLoss):
@@ -108,15 +119,15 @@ class ChunkedLoss(CausalLoss):
         # Split before the checkpoints: each then saves a view, not a copy.
         pairs = zip(*(x.split(length, dim=1) for x in self._paired(hidden, labels)), strict=True)
 
-        def chunk_loss(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return self.total(self.tail.logits(hidden), target)
+        def chunk_losses(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self.losses(self.tail.logits(hidden), target)
 
         # ZeRO-3 releases the head between forward and recomputation, so metadata checks would fail.
-        totals = [
-            checkpoint(chunk_loss, *pair, use_reentrant=False, determinism_check="none")
+        found = [
+            checkpoint(chunk_losses, *pair, use_reentrant=False, determinism_check="none")
             for pair in pairs
         ]
-        return self._reduced(torch.stack(totals).sum(dim=0), labels)
+        return self._reduced(found, labels)
 
 
 def wrap_chunked_loss(model: nn.Module, loss: ChunkedLoss) -> None:

@@ -3,14 +3,11 @@ and collect what the metrics and a reference's scores need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import distributed as dist
 
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.preference import PAIR_LOSSES, Completions
-from shardwright.parallel.micro_batches import ValidationBatches
 from shardwright.recipe.objectives import METRICS, ObjectiveSection
 
 
@@ -21,7 +18,6 @@ class PreferenceLoss:
     Pairs of which a row has no label, which only fill up a batch, do not count.
 
     metric_sums: of METRICS, and the number of pairs, since they were last read
-    scores: collects the log-probabilities of rows (B,) instead of a loss; None trains
     """
 
     def __init__(
@@ -33,7 +29,6 @@ class PreferenceLoss:
         """Take the group over whose ranks a row's tokens are sharded; None for whole rows."""
         self.objective, self.context_group = objective, context_group
         self.metric_sums = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=device)
-        self.scores: list[torch.Tensor] | None = None
 
     def __call__(
         self,
@@ -44,21 +39,18 @@ class PreferenceLoss:
     ) -> torch.Tensor:
         """Return the loss.
 
-        log_probabilities: (B,) sums over this rank's tokens
+        log_probabilities: (B,) fp64 sums over this rank's tokens
         labels: (B, S) aligned with their predictions
-        reference: (B,) of the reference model
+        reference: (B,) fp64 of the reference model
         """
         tokens, shards = (labels != IGNORE_INDEX).sum(dim=1), 1
         if self.context_group is not None:
             shards = dist.get_world_size(self.context_group)
-            whole = torch.stack([log_probabilities.detach().double(), tokens.double()])
+            whole = torch.stack([log_probabilities.detach(), tokens.double()])
             dist.all_reduce(whole, group=self.context_group)
             # The value is the whole row's, and the gradient that of this rank's tokens.
-            others = whole[0].to(log_probabilities.dtype) - log_probabilities.detach()
+            others = whole[0] - log_probabilities.detach()
             log_probabilities, tokens = log_probabilities + others, whole[1].long()
-        if self.scores is not None:
-            self.scores.append(log_probabilities.detach().float())
-            return log_probabilities.sum() * 0
         counted = (tokens[0::2] > 0) & (tokens[1::2] > 0)
         chosen, rejected = (
             Completions(
@@ -75,7 +67,7 @@ class PreferenceLoss:
             [torch.where(counted, value, 0).double().sum() for value in values]
             + [counted.double().sum()]
         )
-        loss = torch.where(counted, found.losses, 0).sum() * scale
+        loss = torch.where(counted, found.losses, 0).sum().float() * scale
         # Engines add up values and gradients of all ranks: each of a row's shards has the whole
         # value, and its own tokens' gradient.
         return loss if shards == 1 else loss - loss.detach() * (1 - 1 / shards)
@@ -91,14 +83,3 @@ class PreferenceLoss:
         self.metric_sums.zero_()
         *sums, pairs = total.tolist()
         return {name: sum_ / max(1, pairs) for name, sum_ in zip(METRICS, sums, strict=True)}
-
-
-def ordered_scores(found: Sequence[torch.Tensor], rows: ValidationBatches) -> torch.Tensor:
-    """Put the scores of each micro-batch's rows (B,) into their examples' places: (examples,
-    sequences of each) fp32, 0 for examples of other ranks."""
-    scores = torch.zeros(rows.examples, rows.rows_per_example)
-    for numbers, values in zip(rows.numbers, found, strict=bool(found)):
-        is_example = torch.from_numpy(numbers >= 0)
-        by_example = values.cpu().reshape(len(numbers), -1)
-        scores[torch.from_numpy(numbers)[is_example]] = by_example[is_example]
-    return scores

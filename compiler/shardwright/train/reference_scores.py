@@ -1,7 +1,7 @@
 """Score a preference run's pairs under its starting weights, once and before the first step, so
 that no second model is in memory.
 
-run/reference/KEY/ has a file for each block of examples: (examples, sequences of each) fp32
+run/reference/KEY/ has a file for each block of examples: (examples, sequences of each) fp64
 log-probabilities. KEY is a hash of all that decides them, so that scores of other weights, data or
 lengths are never read.
 """
@@ -23,15 +23,15 @@ from torch import distributed as dist
 from shardwright.data.dataset import Dataset, files_digest
 from shardwright.data.sequences import ScoredSequences, SequenceDataset, SubsetSequences
 from shardwright.diagnostics import refusal
-from shardwright.engines.trainer_protocol import SequenceTrainer, Trainer
+from shardwright.engines.trainer_protocol import ScoringTrainer, Trainer
 from shardwright.parallel.micro_batches import ValidationBatches
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import canonical_hash
 
-BLOCK_EXAMPLES = 4096
-"""Examples of a file: what an interruption loses at most."""
+BLOCK_TOKENS = 2**24
+"""Tokens of a file's examples: what an interruption loses at most."""
 
-Scores = npt.NDArray[np.float32]
+Scores = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class _Block:
         except (OSError, ValueError, EOFError):
             return None
         shape = (self.stop - self.start, sequences)
-        return found if found.shape == shape and found.dtype == np.float32 else None
+        return found if found.shape == shape and found.dtype == np.float64 else None
 
 
 class ReferenceScores:
@@ -63,6 +63,8 @@ class ReferenceScores:
         """
         self._plan, self._data = plan, data
         self._sequences = plan.training.sequences_of(1)
+        tokens = self._sequences * plan.training.sequence_length
+        self._block_examples = max(1, BLOCK_TOKENS // tokens)
         told = [_key(plan, folder, digests) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(told, src=0)
         self._folder = folder / "run" / "reference" / told[0]
@@ -80,13 +82,15 @@ class ReferenceScores:
     def compute(self, trainer: Trainer, data_rank: int) -> None:
         """Compute the missing blocks with the starting weights, which the trainer holds.
         Collective."""
-        scorer = cast(SequenceTrainer, trainer)
+        scorer = cast(ScoringTrainer, trainer)
         began, done = time.monotonic(), 0
         missing = [b for b, found in zip(self._blocks(), self._is_found, strict=True) if not found]
         total = sum(block.stop - block.start for block in missing)
         for block in missing:
             examples = SubsetSequences(block.rows, np.arange(block.start, block.stop))
-            found = scorer.sequence_scores(ValidationBatches(self._plan, examples, data_rank))
+            rows = ValidationBatches(self._plan, examples, data_rank)
+            by_sequence = scorer.token_scores(rows).double().sum(dim=1)
+            found = by_sequence.reshape(-1, self._sequences)
             _check_finite(found, block)
             if int(os.environ["LOCAL_RANK"]) == 0:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -130,13 +134,13 @@ class ReferenceScores:
 
     def _blocks(self) -> Iterator[_Block]:
         for name, rows in (("train", self._data.train), ("validation", self._data.validation)):
-            for start in range(0, 0 if rows is None else len(rows), BLOCK_EXAMPLES):
+            for start in range(0, 0 if rows is None else len(rows), self._block_examples):
                 assert rows is not None
                 yield _Block(
-                    path=self._folder / f"{name}-{start // BLOCK_EXAMPLES:05d}.npy",
+                    path=self._folder / f"{name}-{start // self._block_examples:05d}.npy",
                     rows=rows,
                     start=start,
-                    stop=min(start + BLOCK_EXAMPLES, len(rows)),
+                    stop=min(start + self._block_examples, len(rows)),
                 )
 
 

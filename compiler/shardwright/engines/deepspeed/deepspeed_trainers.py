@@ -79,9 +79,10 @@ from shardwright.parallel.model_loading import (
     scalars_to_vectors,
 )
 from shardwright.parallel.parameter_names import is_padding
-from shardwright.parallel.preference_loss import PreferenceLoss, ordered_scores
+from shardwright.parallel.preference_loss import PreferenceLoss
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.tensor_parallel_collectives import TENSOR_PARALLEL_RNG
+from shardwright.parallel.token_scores import token_scores
 from shardwright.parallel.weight_loader import ShardReader, WeightLoader
 from shardwright.plan.plan import Plan
 
@@ -113,15 +114,18 @@ class DeepSpeedTrainer:
         preference = self.loss_fn.preference
         return {} if preference is None else preference.metrics(is_counted=self._counts_loss)
 
-    def sequence_scores(self, rows: ValidationBatches) -> torch.Tensor:
-        preference = self.loss_fn.preference
-        assert preference is not None, "the objective compares sequences"
-        preference.scores = []
-        cast(Trainer, self).evaluate(rows)
-        found, preference.scores = preference.scores, None
-        scores = ordered_scores(found if self._counts_loss else [], rows).to(self.device)
-        dist.all_reduce(scores)
-        return scores.cpu()
+    def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
+        at, s = self.plan.ranks[dist.get_rank()], self.plan.strategy
+        length = self.plan.training.sequence_length
+        return token_scores(
+            self.loss_fn,
+            cast(Trainer, self).evaluate,
+            rows,
+            length=length,
+            first_token=at.context * (length // s.context),
+            is_counted=at.tensor == 0,
+            device=self.device,
+        )
 
     @property
     def _counts_loss(self) -> bool:

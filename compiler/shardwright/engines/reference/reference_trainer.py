@@ -29,7 +29,8 @@ from shardwright.parallel.low_precision_linears import convert_linears, low_prec
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import DTYPES, conv1d_to_linear, open_model
 from shardwright.parallel.parameter_names import named_buffers, named_parameters
-from shardwright.parallel.preference_loss import PreferenceLoss, ordered_scores
+from shardwright.parallel.preference_loss import PreferenceLoss
+from shardwright.parallel.token_scores import token_scores
 from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 
@@ -105,13 +106,16 @@ class ReferenceTrainer:
         preference = self.loss_fn.preference
         return {} if preference is None else preference.metrics(is_counted=True)
 
-    def sequence_scores(self, rows: ValidationBatches) -> torch.Tensor:
-        preference = self.loss_fn.preference
-        assert preference is not None, "the objective compares sequences"
-        preference.scores = []
-        self.evaluate(rows)
-        found, preference.scores = preference.scores, None
-        return ordered_scores(found, rows)
+    def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
+        return token_scores(
+            self.loss_fn,
+            self.evaluate,
+            rows,
+            length=self.plan.training.sequence_length,
+            first_token=0,
+            is_counted=True,
+            device=self.device,
+        )
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
         return micro_batch_loss(

@@ -1,7 +1,7 @@
 """Compute the losses of objectives that compare a chosen and a rejected completion of one prompt.
 
-Letters: n pairs. A completion's log-probability is the sum over its tokens, in fp32; its mean
-divides by their number.
+Letters: n pairs. A completion's log-probability is the sum over its tokens: fp64 of fp32 values;
+its mean divides by their number.
 """
 
 from __future__ import annotations
