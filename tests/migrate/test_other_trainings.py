@@ -122,3 +122,37 @@ def test_a_training_of_next_tokens(text: str, unsaid: str, tmp_path: Path) -> No
 def test_a_command_of_next_tokens(launch: str) -> None:
     draft = convert_config(None, launch, None, "/").draft
     assert not [note for note in draft.comments("training") if "what is trained" in note]
+
+
+PAIRS = f"{TRL}loss_type: sigmoid\nbeta: 0.2\nmax_length: 512\n"
+
+
+@pytest.mark.parametrize(
+    "launch", ["trl dpo --config x.yaml", "python dpo.py --config x.yaml", "trl.scripts.dpo"]
+)
+@pytest.mark.parametrize(
+    ("loss_type", "objective"),
+    [("sigmoid", {"name": "dpo"}), ("ipo", {"name": "ipo", "average": True})],
+)
+def test_trl_on_pairs_is_a_preference_recipe(
+    launch: str, loss_type: str, objective: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "x.yaml").write_text(PAIRS.replace("sigmoid", loss_type))
+    if launch.startswith("trl.scripts"):
+        launch = f"accelerate launch -m {launch} --config x.yaml"
+    launch = launch.replace("x.yaml", str(tmp_path / "x.yaml"))
+    values = convert_config(None, launch, None, "/").draft.values
+    for key, value in {**objective, "beta": 0.2}.items():
+        assert values[f"training.objective.{key}"] == value
+    assert values["data.kind"] == "preference" and values["training.sequence_length"] == 512
+
+
+@pytest.mark.parametrize(
+    "line", ["loss_type: robust", "ref_model: a/c", "rpo_alpha: 1.0", "beta: ${BETA}"]
+)
+def test_what_a_recipe_lacks_of_dpo_is_refused(line: str, tmp_path: Path) -> None:
+    text = "".join(
+        each + "\n" for each in PAIRS.splitlines() if each.split(":")[0] != line.split(":")[0]
+    )
+    (tmp_path / "x.yaml").write_text(f"{text}{line}\n")
+    assert "preferences" in _refusal(None, f"trl dpo --config {tmp_path / 'x.yaml'}")

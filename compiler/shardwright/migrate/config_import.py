@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -19,10 +20,19 @@ from shardwright.migrate import (
 from shardwright.migrate.accelerate_config import add_accelerate_config
 from shardwright.migrate.file_kinds import add_file, read_settings_file
 from shardwright.migrate.launch_command import LaunchCommand, read_command
-from shardwright.migrate.recipe_draft import ImportSources, RecipeDraft, Setting, redacted
+from shardwright.migrate.recipe_draft import (
+    ImportSources,
+    RecipeDraft,
+    Setting,
+    as_number,
+    as_text,
+    redacted,
+)
 from shardwright.migrate.run_files import RunFiles
 from shardwright.migrate.training_programs import (
     OTHER_TASKS,
+    PAIR_LOSSES,
+    PAIR_SETTINGS,
     PROGRAMS,
     SETTINGS_OF_OTHER_TASKS,
     UNKNOWN_SCRIPT,
@@ -288,7 +298,7 @@ def _add_ds_config(run: RunFiles) -> None:
 
 
 def _refuse_other_trainings(s: ImportSources) -> None:
-    """Raise SW1456 for preferences, rewards and distillation: a recipe trains next tokens."""
+    """Raise SW1456 for what a recipe does not train: rewards, distillation, most preferences."""
     program = s.program or UNKNOWN_SCRIPT
     task, what = other_task(s.command.script), s.command.script
     for name, values in program.next_token_values.items():
@@ -298,6 +308,8 @@ def _refuse_other_trainings(s: ImportSources) -> None:
             named = OTHER_TASKS.get(text) or SETTINGS_OF_OTHER_TASKS.get(name)
             what = redacted(setting.written, setting.text) if named or not task else what
             task = named or task or "another task"
+    if task is not None and _put_pair_objective(s, program):
+        return
     if task is not None:
         cause = f"{program.name} trains {task}, and a recipe trains next tokens: {what}"
         help = "Import a run of pretraining or supervised fine-tuning (pt, sft), and no other."
@@ -305,6 +317,25 @@ def _refuse_other_trainings(s: ImportSources) -> None:
     if program.commands and not s.command.script:
         said = f"the file does not say what is trained: {program.commands} does"
         s.draft.note("training", f"{said}; this recipe trains next tokens")
+
+
+def _put_pair_objective(s: ImportSources, program: TrainingProgram) -> bool:
+    """Convert a training on pairs of completions; return whether a recipe has it as it is set."""
+    script = s.command.script
+    if not any(re.search(pattern, script) for pattern in program.pair_scripts):
+        return False
+    given = [name for name in program.next_token_values if name in s.settings]
+    loss, beta = s.word(as_text, "loss_type"), s.word(as_number, "beta")
+    objective = PAIR_LOSSES.get("sigmoid" if loss is None else loss[1])
+    if objective is None or not set(given) <= PAIR_SETTINGS or ("beta" in given and beta is None):
+        return False
+    for key, value in objective.items():
+        s.draft.put(f"training.objective.{key}", value, script if loss is None else loss[0])
+    if beta is not None:
+        s.draft.put("training.objective.beta", beta[1], beta[0])
+    for name in given:
+        s.draft.take(s.settings[name].written, "training.objective")
+    return True
 
 
 def without_faulty_keys(

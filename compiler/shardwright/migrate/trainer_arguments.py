@@ -23,6 +23,7 @@ from shardwright.migrate.recipe_draft import (
 from shardwright.migrate.training_keys import SCHEDULE, schedule_of, warmup_steps
 from shardwright.migrate.training_programs import UNKNOWN_SCRIPT
 from shardwright.recipe.learning_rate_schedules import SCHEDULES
+from shardwright.recipe.objectives import PREFERENCE_KIND
 from shardwright.utils.json_values import JsonObject, JsonValue
 from shardwright.utils.shell_script import resolved_text
 
@@ -167,11 +168,11 @@ def data(s: ImportSources) -> None:
     if s.draft.values.get("target") == "megatron" and _megatron_data(s):
         return
     told = "; ".join(redacted(setting.written, setting.text) for setting in said)
-    s.draft.ask(
-        "data.kind",
-        "text, jsonl, parquet, chat, tokens or megatron"
-        + (f"; {said[0].owner} has {told}" if told else ""),
-    )
+    owner = f"; {said[0].owner} has {told}" if told else ""
+    if "training.objective.name" in s.draft.values:
+        s.draft.put("data.kind", PREFERENCE_KIND, f"prompt, chosen and rejected{owner}")
+    else:
+        s.draft.ask("data.kind", f"text, jsonl, parquet, chat, tokens or megatron{owner}")
     s.draft.ask("data.path", "the files, relative to this one, such as data/*.jsonl")
     for setting in said:
         s.draft.take(setting.written, "data")

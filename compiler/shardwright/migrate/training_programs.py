@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwright.utils.json_values import JsonValue
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 ValueMap = Mapping[str, str]
 
@@ -32,6 +32,7 @@ class TrainingProgram:
     next_token_values: setting -> its values with which the program trains next tokens; any other
         value is another training
     commands: what starts its trainings, where its files do not say which of them reads them
+    pair_scripts: patterns of scripts that train on pairs of completions as a recipe does
     """
 
     name: str
@@ -48,6 +49,7 @@ class TrainingProgram:
     next_token_values: Mapping[str, frozenset[str]] = field(default_factory=dict)
     commands: str = ""
     target: str = ""
+    pair_scripts: tuple[str, ...] = ()
 
 
 def _keys(*sets: str) -> tuple[frozenset[str], ...]:
@@ -125,6 +127,13 @@ SETTINGS_OF_OTHER_TASKS = _by_name(
     }
 )
 """Maps settings that only the trainers of these take to what they train."""
+PAIR_LOSSES: Mapping[str, JsonObject] = {
+    "sigmoid": {"name": "dpo"},
+    "ipo": {"name": "ipo", "average": True},
+}
+"""Maps TRL's `loss_type` to the recipe's objective."""
+PAIR_SETTINGS = {"loss_type", "beta", "precompute_ref_log_probs"}
+"""Lists the settings of DPO that a recipe has, or makes without a key."""
 _OF_OTHER_TASKS = dict.fromkeys(SETTINGS_OF_OTHER_TASKS, frozenset[str]())
 _DEFAULT_OF_VERSION = "its default depends on {}'s version"
 
@@ -482,6 +491,7 @@ PROGRAMS = (
         ),
         next_token_values={**_OF_OTHER_TASKS, "loss_type": frozenset({"nll", "chunked_nll"})},
         commands="trl sft, dpo, grpo, kto or reward",
+        pair_scripts=(r"^trl dpo$", r"(^|/)dpo\.py$", r"^trl[./]scripts[./]dpo$"),
     ),
     TrainingProgram(
         name="transformers' examples without the Trainer",
