@@ -1,0 +1,111 @@
+"""Losses of preference objectives: the papers' values at points that are known, and what a batch
+leaves out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import distributed
+
+from shardwright.models.tasks.causal_lm import IGNORE_INDEX
+from shardwright.models.tasks.preference import PAIR_LOSSES, Completions
+from shardwright.parallel.distributed_losses import CausalLoss
+from shardwright.parallel.preference_loss import PreferenceLoss
+from shardwright.recipe.objectives import METRICS, OBJECTIVES, ObjectiveSection
+
+CPU = torch.device("cpu")
+PAIRS = [name for name, traits in OBJECTIVES.items() if traits.compares_pairs]
+
+
+def objective(name: str, **keys: float | bool) -> ObjectiveSection:
+    return ObjectiveSection(name=name, **{**OBJECTIVES[name].defaults, **keys})  # type: ignore[arg-type]
+
+
+def completions(total: float, tokens: int, reference: float) -> Completions:
+    sums = torch.tensor([total], dtype=torch.float64, requires_grad=True)
+    beside = torch.tensor([reference], dtype=torch.float64)
+    return Completions(log_probabilities=sums, reference=beside, tokens=torch.tensor([tokens]))
+
+
+def loss_of(o: ObjectiveSection, chosen: Completions, rejected: Completions) -> float:
+    return float(PAIR_LOSSES[o.name](o, chosen, rejected).losses.detach())
+
+
+def test_every_objective_of_pairs_has_a_loss() -> None:
+    assert set(PAIR_LOSSES) == set(PAIRS)
+
+
+def test_known_values() -> None:
+    chosen, rejected = completions(-10, 4, -12), completions(-21, 7, -20)
+    dpo = objective("dpo", beta=0.5)
+    assert loss_of(dpo, chosen, rejected) == pytest.approx(math.log1p(math.exp(-1.5)))
+    smoothed = replace(dpo, label_smoothing=0.25)
+    wanted = 0.75 * math.log1p(math.exp(-1.5)) + 0.25 * math.log1p(math.exp(1.5))
+    assert loss_of(smoothed, chosen, rejected) == pytest.approx(wanted)
+    ipo = objective("ipo", beta=0.25)
+    assert loss_of(ipo, chosen, rejected) == pytest.approx((3 - 2) ** 2)
+    assert loss_of(replace(ipo, average=True), chosen, rejected) == pytest.approx(
+        (2 / 4 + 1 / 7 - 2) ** 2
+    )
+    simpo = objective("simpo", beta=2.0, gamma=0.5)
+    assert loss_of(simpo, chosen, rejected) == pytest.approx(
+        math.log1p(math.exp(-(2 * (-2.5 + 3) - 0.5)))
+    )
+    odds = [p / (1 - p) for p in (math.exp(-2.5), math.exp(-3))]
+    wanted = 2.5 + 0.1 * math.log1p(odds[1] / odds[0])
+    assert loss_of(objective("orpo"), chosen, rejected) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("total", [-1e-9, -0.5, -3000.0])
+def test_gradients_are_finite_for_any_probability(name: str, total: float) -> None:
+    """Also for a completion that is nearly certain, or next to impossible."""
+    chosen, rejected = completions(total, 3, -2), completions(-3000.0, 5, -1e-9)
+    PAIR_LOSSES[name](objective(name), chosen, rejected).losses.sum().backward()
+    for each in (chosen, rejected):
+        gradient = each.log_probabilities.grad
+        assert gradient is not None and gradient.isfinite().all(), name
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_pairs_that_fill_up_a_batch_do_not_count(one_process: None) -> None:
+    torch.manual_seed(1)
+    logits, labels = torch.randn(6, 5, 11), torch.randint(11, (6, 5))
+    labels[:, :2] = IGNORE_INDEX
+    labels[3] = IGNORE_INDEX  # of the second pair, one has no label
+    labels[4:] = IGNORE_INDEX
+    reference = torch.randn(6, dtype=torch.float64)
+    loss, first = CausalLoss(), CausalLoss()
+    for each in (loss, first):
+        each.preference = PreferenceLoss(objective("dpo"), CPU)
+    found = loss(logits, (labels, reference))
+    assert found.dtype == torch.float32
+    assert float(found) == float(first(logits[:2], (labels[:2], reference[:2])))
+    assert loss.preference is not None and first.preference is not None
+    metrics = loss.preference.metrics(is_counted=True)
+    assert metrics == first.preference.metrics(is_counted=True)
+    assert set(metrics) == set(METRICS) and metrics["margin"] != 0
+    assert set(loss.preference.metrics(is_counted=True).values()) == {0.0}, "they are read once"
+
+
+def test_scores_are_of_each_label() -> None:
+    torch.manual_seed(2)
+    logits, labels = torch.randn(2, 4, 7), torch.randint(7, (2, 4))
+    labels[0, 1] = IGNORE_INDEX
+    loss = CausalLoss()
+    loss.scores = []
+    assert float(loss(logits, labels)) == 0
+    [scores] = loss.scores
+    wanted = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    wanted[0, 0] = 0
+    assert torch.allclose(scores, wanted, atol=1e-6)
