@@ -94,8 +94,8 @@ class Process:
         if joins is not None:
             self.models[joins].load_state_dict(self.models[0].state_dict())
             self.optimizers[joins] = plain(self.models[joins], CASE)
-            self.optimizers[joins].adamw.load_state_dict(
-                copy.deepcopy(self.optimizers[0].adamw.state_dict())
+            self.optimizers[joins].base.load_state_dict(
+                copy.deepcopy(self.optimizers[0].base.state_dict())
             )
 
 
@@ -154,9 +154,7 @@ def test_two_islands_then_three_then_one_world_then_two(tmp_path: Path) -> None:
     must(shardwright("run", out, "--island", "all", "--resume", harness.newest_checkpoint(out)))
     wanted.models[1].load_state_dict(wanted.models[0].state_dict())
     wanted.optimizers[1] = plain(wanted.models[1], CASE)
-    wanted.optimizers[1].adamw.load_state_dict(
-        copy.deepcopy(wanted.optimizers[0].adamw.state_dict())
-    )
+    wanted.optimizers[1].base.load_state_dict(copy.deepcopy(wanted.optimizers[0].base.state_dict()))
     for step in range(STEPS + 1, STEPS + EVERY + 1):
         wanted.train(step, 2, 2, STEPS + EVERY)
     assert rounds(out)[-1]["step"] == STEPS + EVERY and rounds(out)[-1]["members"] == [0, 1]

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
-from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.engines.reference.reference_optimizer import ReferenceOptimizer
 from shardwright.verify.reference_run import Reference, cosine
 from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP
 
@@ -140,7 +140,9 @@ def reference(
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not any(name.startswith(path) for path in freeze))
     plain.train()
-    optimizer = ReferenceAdamW(plain, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=CLIPPING)
+    optimizer = ReferenceOptimizer(
+        plain, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=CLIPPING
+    )
     kind = AutoProcessor.from_pretrained(processor, local_files_only=True)
     records = [json.loads(line) for line in (folder / "data.jsonl").read_text("utf-8").splitlines()]
     losses, norms, rates = [], [], []

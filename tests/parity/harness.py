@@ -72,6 +72,7 @@ class Case:
     freeze: tuple[str, ...] = ()
     low_precision: str = "none"
     low_precision_keep: tuple[str, ...] = ()
+    optimizer: str = "adamw"
 
     @property
     def world(self) -> int:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint.checkpoint_loader import CheckpointReader
 from shardwright.diloco.island_metrics import effective_rounds, read_rounds
-from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.engines.reference.reference_optimizer import ReferenceOptimizer
 from shardwright.verify.reference_run import cosine, mean_loss
 from tests.parity import harness
 from tests.parity.harness import (
@@ -156,8 +156,8 @@ def simulate(
                 models[k].load_state_dict(models[taking[0]].state_dict())
                 optimizers[k] = plain(models[k], case)
                 # A copy: load_state_dict would let both islands go on with the same moments.
-                optimizers[k].adamw.load_state_dict(
-                    copy.deepcopy(optimizers[taking[0]].adamw.state_dict())
+                optimizers[k].base.load_state_dict(
+                    copy.deepcopy(optimizers[taking[0]].base.state_dict())
                 )
     return Simulation(losses, anchor)
 
@@ -180,8 +180,10 @@ def mix(model: nn.Module, anchor: dict[str, torch.Tensor], share: float) -> None
         p.copy_(share * anchor[name] + (1 - share) * p)
 
 
-def plain(model: nn.Module, case: Case) -> ReferenceAdamW:
-    return ReferenceAdamW(model, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=case.clipping)
+def plain(model: nn.Module, case: Case) -> ReferenceOptimizer:
+    return ReferenceOptimizer(
+        model, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=case.clipping
+    )
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 
 from shardwright.engines.deepspeed.deepspeed_optimizer_shards import copy_masters_to_model
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
-from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.engines.reference.reference_optimizer import ReferenceOptimizer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.parallel.weight_files import SliceRange
 from shardwright.parallel.weight_loader import ShardReader
@@ -76,9 +76,9 @@ States = dict[str, dict[str, torch.Tensor]]
 def stepwise(case: Case, folder: Path) -> tuple[Reference, list[States]]:
     """The plain run, and its weights and moments after each step."""
     after: list[States] = []
-    plain = ReferenceAdamW.step
+    plain = ReferenceOptimizer.step
 
-    def step(self: ReferenceAdamW, rate: float) -> float:
+    def step(self: ReferenceOptimizer, rate: float) -> float:
         norm = plain(self, rate)
         every = {name: self.states(p) for name, p in self.live.items()}
         after.append(
@@ -89,11 +89,11 @@ def stepwise(case: Case, folder: Path) -> tuple[Reference, list[States]]:
         )
         return norm
 
-    ReferenceAdamW.step = step  # type: ignore[method-assign]
+    ReferenceOptimizer.step = step  # type: ignore[method-assign]
     try:
         wanted = reference(case, np.load(folder / "tokens.npy"))
     finally:
-        ReferenceAdamW.step = plain  # type: ignore[method-assign]
+        ReferenceOptimizer.step = plain  # type: ignore[method-assign]
     assert len(after) == STEPS
     return wanted, after
 

@@ -17,7 +17,7 @@ from torch import nn
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
-from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.engines.reference.reference_optimizer import ReferenceOptimizer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.learning_rate import learning_rate
@@ -109,7 +109,7 @@ def brute(
     model = initial_model(MODELS[case.model], SEED)
     if case.lora_rank:
         model = with_adapters(model, case)
-    optimizer = ReferenceAdamW(
+    optimizer = ReferenceOptimizer(
         model,
         betas=BETAS,
         eps=EPS,
@@ -178,7 +178,7 @@ def gradient(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     )
 
 
-def give(optimizer: ReferenceAdamW, flat: torch.Tensor) -> None:
+def give(optimizer: ReferenceOptimizer, flat: torch.Tensor) -> None:
     at = 0
     for master in optimizer.masters.values():
         master.grad = flat[at : at + master.numel()].view_as(master).float()

@@ -251,7 +251,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3204": "no cluster meets the deadline",
     "SW3220": "a learning rate of 0 leaves updates untrained",
     "SW3231": "Muon does not know the matrices that a weight joins",
-    "SW3232": "Muon is not verified here",
+    "SW3232": "the optimizer is not verified here",
     "SW3233": "an objective that is not verified here",
     "SW3221": "LoRA's adapters do not train on a tiny copy of the model",
     "SW3222": "low precision does not reach a linear of the model",

@@ -27,7 +27,7 @@ from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
 from shardwright.recipe.learning_rate_schedules import OPTIONAL_KEYS, scheduled_rate
 from shardwright.recipe.literal_types import AutoSwitch, Kernels, Loss, TaskName
 from shardwright.recipe.objectives import without_objective_defaults
-from shardwright.recipe.optimizer_keys import MUON_KEYS
+from shardwright.recipe.optimizer_keys import keys_without_effect
 from shardwright.recipe.recipe_types import (
     CheckpointSection,
     DataSection,
@@ -430,11 +430,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["experts"]
     if not plan.muon:
         del document["muon"]
-    objective = without_objective_defaults(document["training"])
-    document["training"] = dict(objective)
-    for key in MUON_KEYS:
-        if document["optimizer"][key] is None:
-            del document["optimizer"][key]
+    document["training"] = dict(without_objective_defaults(document["training"]))
+    for key in keys_without_effect(plan.optimizer.name):
+        del document["optimizer"][key]
     if plan.model.kernels == "hf":
         del document["model"]["kernels"]
     if plan.model.router_aux_loss is None:

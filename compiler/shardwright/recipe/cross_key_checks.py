@@ -20,7 +20,6 @@ from shardwright.recipe.island_keys import (
 from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
 from shardwright.recipe.learning_rate_schedules import DEFAULT_LR_END, OPTIONAL_KEYS, SCHEDULES
 from shardwright.recipe.objectives import OBJECTIVE_KEYS, OBJECTIVES, PREFERENCE_KIND
-from shardwright.recipe.optimizer_keys import MUON_KEYS, OPTIMIZER_DEFAULTS
 from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
 from shardwright.recipe.sbatch_options import sbatch_option_errors
@@ -325,18 +324,6 @@ def lowest_learning_rate(view: DocumentView) -> Iterator[Diagnostic]:
             f"lr_end {low:g}{default} is not below optimizer.lr {high:g}",
             f"Give an lr_end below {high:g}; 0 lets the rate fall to nothing.",
         )
-
-
-@cross_check("training.optimizer.name", *(f"training.optimizer.{key}" for key in MUON_KEYS))
-def optimizer_keys(view: DocumentView) -> Iterator[Diagnostic]:
-    """Check that the optimizer takes the keys that are given."""
-    name = view.text("training.optimizer.name")
-    takes = OPTIMIZER_DEFAULTS.get(name, {})
-    for key in view.given(*(f"training.optimizer.{key}" for key in MUON_KEYS)):
-        if key.rpartition(".")[2] not in takes:
-            owner = join_with_or([each for each in OPTIMIZER_DEFAULTS if each != name])
-            message = f"{key} has no effect with the optimizer {name}"
-            yield found("SW1226", key, message, f"Remove it, or write `name: {owner}`.")
 
 
 @cross_check("training.objective.name", *(f"training.objective.{key}" for key in OBJECTIVE_KEYS))

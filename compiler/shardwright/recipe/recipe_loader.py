@@ -23,6 +23,7 @@ from shardwright.recipe.measurements import (
 )
 from shardwright.recipe.objectives import with_objective_defaults, without_objective_defaults
 from shardwright.recipe.optimizer_keys import (
+    optimizer_key_errors,
     with_optimizer_defaults,
     without_optimizer_defaults,
 )
@@ -378,6 +379,8 @@ def recipe_from_document(
     }
     misfits = schema_errors(given)
     found += [error for error in misfits if error.key not in reported_keys]
+    reported_keys |= {error.key for error in found if error.key is not None}
+    found += [error for error in optimizer_key_errors(given) if error.key not in reported_keys]
     completed = cast(
         JsonObject,
         fill_in_defaults(recipe_schema(), with_objective_defaults(with_optimizer_defaults(given))),

@@ -153,13 +153,14 @@ class OuterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    """Holds the optimizer; `betas` and `eps` are AdamW's. momentum, ns_steps, adamw_lr: of Muon,
-    which has `lr`; None under other optimizers."""
+    """Holds the optimizer. momentum, ns_steps, adamw_lr: of Muon, which has `lr`, while AdamW has
+    `betas` and `eps`; None under other optimizers. recipe/optimizer_keys.py lists which takes
+    which."""
 
     name: str  # a row of layout/optimizers.py
     lr: float
-    betas: tuple[float, float]
-    eps: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
     weight_decay: float
     momentum: float | None = None
     ns_steps: int | None = None

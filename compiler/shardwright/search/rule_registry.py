@@ -135,7 +135,7 @@ RUNTIME_RULES: dict[str, Rule] = {
         "gradient_accumulation_steps",
     ),
     "SW3231": rule(training_rules.muon_matrices_are_known),
-    "SW3232": rule(training_rules.muon_verified, "offload"),
+    "SW3232": rule(training_rules.optimizer_verified, "offload"),
     "SW3233": rule(training_rules.objective_verified),
     "SW3220": rule(training_rules.learning_rate_is_zero),
     "SW3119": rule(layout_rules.fp16_on_cpu),

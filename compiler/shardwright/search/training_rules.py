@@ -223,7 +223,7 @@ def compiled_layout_verified(x: Candidate) -> Diagnostic | None:
     )
 
 
-# Muon: the matrices that it orthogonalizes, and where it was compared with a plain Muon.
+# Optimizers: the matrices that Muon orthogonalizes, and where each was compared with one process.
 
 
 _OPTIMIZER = "training.optimizer.name"
@@ -246,14 +246,15 @@ def muon_matrices_are_known(x: Candidate) -> Diagnostic | None:
     )
 
 
-def muon_verified(x: Candidate) -> Diagnostic | None:
-    """Verified are ZeRO 0 to 3, tensor, pipeline, context and expert ranks, of text models."""
+def optimizer_verified(x: Candidate) -> Diagnostic | None:
+    """Verified beside AdamW are ZeRO 0 to 3, tensor, pipeline, context and expert ranks, of text
+    models."""
     recipe = x.recipe
-    if not OPTIMIZERS[recipe.training.optimizer.name].matrix_moments:
+    if (name := recipe.training.optimizer.name) == "adamw":
         return None
     refused = {
         "parallelism.offload": (x.strategy.offload != "none", f"offload {x.strategy.offload}"),
-        "lora": (recipe.lora is not None, "LoRA, whose adapters are no matrices of the model"),
+        "lora": (recipe.lora is not None, "LoRA"),
         "cluster.islands": (recipe.cluster.islands > 1, f"islands: {recipe.cluster.islands}"),
         "training.precision": (
             FORMATS[recipe.training.precision].scales_loss,
@@ -266,7 +267,7 @@ def muon_verified(x: Candidate) -> Diagnostic | None:
             return found(
                 "SW3232",
                 key,
-                f"the optimizer muon is not verified with {what}",
+                f"the optimizer {name} is not verified with {what}",
                 "Change it, or write `training.optimizer: {name: adamw}`.",
             )
     return None

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.engines.reference.reference_optimizer import ReferenceAdamW, ReferenceMuon
+from shardwright.engines.reference.reference_optimizer import ReferenceMuon, ReferenceOptimizer
 from shardwright.models.mixture_of_experts import AFFINITIES, find_routers
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.task_registry import task_of
@@ -95,7 +95,7 @@ def train(
     muon: updates its matrices in AdamW's place, at the same rate.
     """
     model.train()
-    optimizer = ReferenceAdamW(
+    optimizer = ReferenceOptimizer(
         model,
         betas=betas,
         eps=eps,

@@ -18,6 +18,7 @@ from shardwright.layout.layout import Layout
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_patterns
 from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
+from shardwright.recipe.optimizer_keys import OPTIMIZER_KEYS
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, LoraSection, OptimizerSection, Recipe
 from shardwright.search.attention_rules import length_switches
 from shardwright.utils.json_values import JsonObject, JsonValue
@@ -153,21 +154,16 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
 
 
 def _tiny_optimizer(optimizer: OptimizerSection) -> JsonObject:
-    muon: dict[str, JsonValue] = {}
-    if optimizer.ns_steps is not None:
-        muon = {
-            "momentum": optimizer.momentum,
-            "ns_steps": optimizer.ns_steps,
-            "adamw_lr": LR,
-        }
-    return {
-        "name": optimizer.name,
-        "lr": LR,
+    name = optimizer.name
+    values: JsonObject = {
         "betas": list(BETAS),
         "eps": EPS,
-        "weight_decay": DECAY,
-        **muon,
+        "momentum": optimizer.momentum,
+        "ns_steps": optimizer.ns_steps,
+        "adamw_lr": LR,
     }
+    taken = {key: values[key] for key in OPTIMIZER_KEYS[name]}
+    return {"name": name, "lr": LR, "weight_decay": DECAY, **taken}
 
 
 def held_out_rows(s: Layout) -> int:

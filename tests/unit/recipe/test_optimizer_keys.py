@@ -3,12 +3,18 @@ them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright.diagnostics import Refusal
+from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
+from shardwright.layout.optimizers import OPTIMIZERS
+from shardwright.recipe.optimizer_keys import OPTIMIZER_KEYS
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_schema import recipe_schema
 from shardwright.recipe.recipe_types import Recipe
 from tests.unit.recipe.test_bad_input import GOOD, changed
 
@@ -43,6 +49,25 @@ def test_adamw_takes_none_of_them(key: str, name: str, tmp_path: Path) -> None:
     assert diagnostic.code == "SW1226" and diagnostic.key == ("training", "optimizer", key)
     assert refused.value.source is not None
     assert refused.value.source.locations[diagnostic.key].line == 13
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_KEYS)
+def test_a_resolved_recipe_is_read_again(name: str, tmp_path: Path) -> None:
+    """The compiled folder holds every key of a recipe that has an effect, and no other."""
+    recipe = loaded(tmp_path, f"{{name: {name}}}")
+    (tmp_path / "resolved.yaml").write_text(json.dumps(recipe.document))
+    again = load_recipe(tmp_path / "resolved.yaml")
+    assert again.training.optimizer == recipe.training.optimizer
+    assert again.document["training"] == recipe.document["training"]
+
+
+def test_every_optimizer_has_keys_a_row_and_an_engine() -> None:
+    schema: Any = recipe_schema()
+    section = schema["properties"]["training"]["properties"]["optimizer"]["properties"]
+    assert set(section["name"]["enum"]) == set(OPTIMIZER_KEYS) == set(OPTIMIZERS)
+    assert set(OPTIMIZERS) == set(ENGINES[DEFAULT_TARGET].optimizers)
+    named = {key for keys in OPTIMIZER_KEYS.values() for key in keys}
+    assert named == set(section) - {"name", "lr", "weight_decay"}
 
 
 def test_a_recipe_without_them_is_the_same_recipe(tmp_path: Path) -> None:

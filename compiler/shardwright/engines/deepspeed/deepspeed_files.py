@@ -240,7 +240,7 @@ def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagn
     if plan.strategy.context > 1 or plan.strategy.expert > 1:
         # A user's script would give each context rank its own sequences, and not shard experts.
         return found, ()
-    if plan.optimizer.name in OWN_OPTIMIZERS:  # which DeepSpeed does not have
+    if plan.optimizer.name in OWN_OPTIMIZERS:  # which are of this project's ranks
         return found, ()
     found |= accelerate_files(plan)
     autotp = autotp_config(plan)

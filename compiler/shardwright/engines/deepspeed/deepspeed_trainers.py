@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,8 +34,7 @@ from shardwright.engines.deepspeed.deepspeed_optimizer_shards import (
     set_optimizer_step,
 )
 from shardwright.engines.deepspeed.deepspeed_patches import patch_deepspeed
-from shardwright.engines.deepspeed.ds_config import OWN_OPTIMIZERS
-from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
+from shardwright.engines.deepspeed.own_optimizers import own_optimizer
 from shardwright.engines.deepspeed.pipeline_module import build_pipeline
 from shardwright.engines.engine_table import engine_of
 from shardwright.engines.fp32_masters import fill_fp32_masters
@@ -162,10 +160,9 @@ class DeepSpeedTrainer:
         self, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None
     ) -> None:
         buffers = _buffers(module)
-        own = self.plan.optimizer.name in OWN_OPTIMIZERS
         self.engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=partial(MuonAdamW, self.plan) if own else None,
+            optimizer=own_optimizer(self.plan),
             model_parameters=parameter_groups(self.plan, module),
             config=config,
             mpu=mpu,

@@ -307,8 +307,8 @@ STEPS_PER_PRINT_NEVER = 1_000_000_000
 
 OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "AdamW", "muon": "MuonAdamW"}
 """Maps a recipe's optimizer to DeepSpeed's `optimizer.type`, or to this project's class."""
-OWN_OPTIMIZERS = frozenset({"muon"})
-"""Lists the optimizers that the ranks build (muon_optimizer.py): DeepSpeed gets no `optimizer`."""
+OWN_OPTIMIZERS = frozenset(OPTIMIZER_NAMES) - {"adamw"}
+"""Lists the optimizers that the ranks build (own_optimizers.py): DeepSpeed gets no `optimizer`."""
 
 
 def ds_config(plan: Plan) -> JsonObject:

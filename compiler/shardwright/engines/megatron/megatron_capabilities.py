@@ -461,6 +461,7 @@ MEGATRON = Engine(
         "training.precision": (
             "fp16 needs a loss scale, which checkpoints of this engine do not store"
         ),
+        "training.optimizer.name": "of Megatron-Core's own optimizers, this version runs adam",
         "model.task": "it does not train vision-language models",
     },
     runtime="shardwright.engines.megatron.megatron_runtime",

@@ -1,15 +1,21 @@
-"""Implement AdamW and Muon over fp32 masters with one gradient norm, on one process."""
+"""Update fp32 masters by each optimizer with one gradient norm, on one process."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.newton_schulz import orthogonalized
+from shardwright.recipe.recipe_types import OptimizerSection
+
+OptimizerOfGroups = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +51,13 @@ class ReferenceMuon:
         weight.sub_(matrix.t() if is_transposed else matrix, alpha=rate)
 
 
-class ReferenceAdamW:
+def optimizer_builder(optimizer: OptimizerSection) -> OptimizerOfGroups | None:
+    """Return what builds a plan's optimizer of parameter groups; None for AdamW."""
+    builders: dict[str, OptimizerOfGroups] = {}
+    return builders.get(optimizer.name)
+
+
+class ReferenceOptimizer:
     """Update a model's trained parameters by name; matrices decay, vectors do not.
 
     live: the weights that the model computes with
@@ -63,11 +75,15 @@ class ReferenceAdamW:
         clipping: float,
         dtype: torch.dtype = torch.float32,
         muon: ReferenceMuon | None = None,
+        build: OptimizerOfGroups | None = None,
+        moments: tuple[str, ...] = OPTIMIZERS["adamw"].moments,
     ) -> None:
         """Cast the fp32 model to `dtype`; buffers keep theirs.
 
         clipping: maximum gradient norm; 0 turns clipping off
         muon: updates its matrices in AdamW's place
+        build: builds the optimizer of parameter groups; None for AdamW
+        moments: names of its states
         """
         self.live = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {p: name for name, p in self.live.items()}
@@ -81,7 +97,9 @@ class ReferenceAdamW:
             {"params": decay, "weight_decay": weight_decay},
             {"params": rest, "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps)
+        adamw = partial(torch.optim.AdamW, betas=betas, eps=eps)
+        self.base = (build or adamw)([g for g in groups if g["params"]])
+        self._moments = moments
         self.clipping = clipping
         self.muon = muon
         self.unused: frozenset[str] = frozenset()
@@ -102,23 +120,23 @@ class ReferenceAdamW:
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
         if self.clipping:
             nn.utils.clip_grad_norm_(list(self.masters.values()), self.clipping)
-        for group in self.adamw.param_groups:
+        for group in self.base.param_groups:
             group["lr"] = rate
         self.unused = frozenset(name for name, p in self.masters.items() if p.grad is None)
         for name, p in self.masters.items():
             if self.muon is not None and p.grad is not None and self.muon.takes(name):
                 self.muon.update(name, p, rate)
                 p.grad = None
-        self.adamw.step()
-        self.adamw.zero_grad()
+        self.base.step()
+        self.base.zero_grad()
         self.copy_masters_to_model()
         return norm
 
     def states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return a trained parameter's fp32 master and moments, by AdamW's names."""
+        """Return a trained parameter's fp32 master and moments, by the optimizer's names."""
         master = self.masters[self._names[parameter]]
         state = self._state(master)
-        return {"fp32": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return {"fp32": master, **{moment: state[moment] for moment in self._moments}}
 
     @property
     def updates(self) -> int:
@@ -133,13 +151,12 @@ class ReferenceAdamW:
             self._state(master)["step"].fill_(count)
 
     def _state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return AdamW's state, created here where the first update has not made it yet."""
-        state: dict[str, torch.Tensor] = self.adamw.state[master]
+        """Return a master's state, created here where the first update has not made it yet."""
+        state: dict[str, torch.Tensor] = self.base.state[master]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros_like(master, requires_grad=False) for _ in range(2)
-            )
+            for moment in self._moments:
+                state[moment] = torch.zeros_like(master, requires_grad=False)
         return state
 
     @torch.no_grad()

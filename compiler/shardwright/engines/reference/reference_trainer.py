@@ -9,13 +9,17 @@ import torch
 from torch import nn
 
 from shardwright.engines.engine_table import engine_of
-from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.engines.reference.reference_optimizer import (
+    ReferenceOptimizer,
+    optimizer_builder,
+)
 from shardwright.engines.trainer_protocol import (
     OptimizerCounters,
     OwnedShard,
     ParameterShard,
     StepResult,
 )
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
@@ -71,13 +75,15 @@ class ReferenceTrainer:
         self.balance = router_balance(plan, model)
         if isinstance(self.loss_fn, ChunkedLoss):
             wrap_chunked_loss(model, self.loss_fn)
-        self.optimizer = ReferenceAdamW(
+        self.optimizer = ReferenceOptimizer(
             model,
             betas=plan.optimizer.betas,
             eps=plan.optimizer.eps,
             weight_decay=plan.optimizer.weight_decay,
             clipping=plan.training.gradient_clipping,
             dtype=DTYPES[plan.training.precision],
+            build=optimizer_builder(plan.optimizer),
+            moments=OPTIMIZERS[plan.optimizer.name].moments,
         )
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:

@@ -1,4 +1,4 @@
-"""Under the `deepspeed` launcher: Muon on the real engines, many cases of one world size.
+"""Under the `deepspeed` launcher: optimizers on the real engines, many cases of one world size.
 
 SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of cases_worker.py.
 """
@@ -29,7 +29,8 @@ from tests.figures import training_apart
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.engine_groups import from_rank_0
 from tests.parity.harness import STEPS, Case, recipe
-from tests.parity.muon import OPTIMIZER, muon_reference
+from tests.parity.plain_optimizers import PLAIN_OPTIMIZERS
+from tests.parity.plain_training import plain_training
 from tests.parity.reference import Reference
 
 SAVED = 4
@@ -61,19 +62,24 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         assert load_checkpoint(plan, trainer, step) == SAVED
     results += train(plan, folder, trainer, first, STEPS)
     check_master_weights(trainer.owned_shards())
-    wanted = from_rank_0(lambda: muon_reference(case, np.load(folder / "tokens.npy")))
+    section, prepare = PLAIN_OPTIMIZERS[case.optimizer]
+    tokens = np.load(folder / "tokens.npy")
+    wanted = from_rank_0(lambda: plain_training(case, tokens, section["lr"], prepare))
     held, counted = _state_bytes(plan, folder, trainer)
     return {
         "state bytes": held,
         "state bytes off": abs(held - counted),
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
         "weight": _weight_difference(plan, trainer, wanted),
+        "undecided": _undecided_share(wanted),
     }
 
 
 def _compiled(case: Case, folder: Path) -> Plan:
     training = recipe(case, folder)["training"]
-    return compiled(case, folder, training={**training, "optimizer": OPTIMIZER})
+    return compiled(
+        case, folder, training={**training, "optimizer": PLAIN_OPTIMIZERS[case.optimizer][0]}
+    )
 
 
 def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
@@ -105,8 +111,15 @@ def _weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float
         whole = cut(splits[f.name], whole, at.tensor)
         whole = whole.t() if f.name in trainer.transposed else whole
         mine = f.states["fp32"]
-        off.append(max_abs_diff(mine, whole.reshape(-1)[f.start : f.start + mine.numel()]))
+        whole = whole.reshape(-1)[f.start : f.start + mine.numel()]
+        off.append(max_abs_diff(mine, torch.where(whole.isnan(), mine, whole)))
     return largest_difference(off)
+
+
+def _undecided_share(wanted: Reference) -> float:
+    """Share of the weights that the plain process leaves undecided."""
+    undecided = sum(int(w.isnan().sum()) for w in wanted.weights.values())
+    return undecided / sum(w.numel() for w in wanted.weights.values())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+"""Build the optimizers that DeepSpeed's engines take as a client's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
+from shardwright.plan.plan import Plan
+
+OptimizerOfGroups = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def own_optimizer(plan: Plan) -> OptimizerOfGroups | None:
+    """Return what builds the plan's optimizer of its parameter groups; None where DeepSpeed
+    does."""
+    builders: dict[str, OptimizerOfGroups] = {
+        "muon": partial(MuonAdamW, plan),
+    }
+    return builders.get(plan.optimizer.name)
