@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.compile.recipe_compiler import compile_recipe
-from shardwright.diagnostics import Refusal
+from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.migrate.config_import import ImportedRecipe, convert_config
 from shardwright.migrate.deepspeed_engine_keys import documented_key
 from shardwright.migrate.recipe_draft import draft_yaml
@@ -532,3 +532,50 @@ def test_every_good_file_that_compiles_has_the_files_values(tmp_path: Path) -> N
         except Refusal as refusal:
             refused.append((path.stem, [d.code for d in refusal.diagnostics]))
     assert len(refused) < 12, refused
+
+
+_OPTIMIZED = (
+    "deepspeed train.py --deepspeed ds.json --model_name_or_path org/model --max_steps 10 "
+    "--per_device_train_batch_size 1 --max_seq_length 64 --learning_rate 3e-5 --weight_decay 0.2 "
+    "--adam_beta2 0.98"
+)
+
+
+@pytest.mark.parametrize(
+    ("optim", "wanted"),
+    [
+        ("lion_32bit", {"name": "lion", "betas": [0.9, 0.98]}),
+        ("paged_lion_32bit", {"name": "lion", "betas": [0.9, 0.98]}),
+        ("adamw_torch", {"name": "adamw", "betas": [0.9, 0.98], "eps": 1e-8}),
+    ],
+)
+def test_optimizers_by_transformers_names(
+    optim: str, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
+    found = convert_config(None, f"{_OPTIMIZED} --optim {optim} --adam_epsilon 1e-8", None, ".")
+    prefix = "training.optimizer."
+    values = {k: v for k, v in found.draft.values.items() if k.startswith(prefix)}
+    got = {k.removeprefix(prefix): v for k, v in values.items()}
+    assert got == {"lr": 3e-5, "weight_decay": 0.2, **wanted}
+    assert "SW1226" not in {d.code for d in _told(text_of(found))}
+
+
+def test_deepspeeds_lion(tmp_path: Path) -> None:
+    section = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.3}}
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": section})
+    )
+    values = imported(tmp_path / "ds.json").draft.values
+    wanted = {"name": "lion", "lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.3}
+    assert {f"training.optimizer.{k}": v for k, v in wanted.items()}.items() <= values.items()
+    assert "training.optimizer.eps" not in values
+
+
+def _told(text: str) -> tuple[Diagnostic, ...]:
+    try:
+        load_recipe(Path("-"), (), stdin_text=text)
+    except Refusal as refusal:
+        return refusal.diagnostics
+    return ()

@@ -78,4 +78,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         moment_bytes=4,
         traffic=1.0,
     ),
+    "lion": Optimizer(
+        moments=("exp_avg",),
+        moment_bytes=4,
+        traffic=22 / 30,  # one moment is read and written, not two: host_traffic_bytes
+    ),
 }

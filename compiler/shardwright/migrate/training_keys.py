@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import get_args
 
 from shardwright.engines.megatron.low_precision_recipes import LOW_PRECISION_RECIPES
@@ -20,6 +21,7 @@ from shardwright.migrate.recipe_draft import (
 )
 from shardwright.recipe.learning_rate_schedules import SCHEDULES, UNPLANNED_SCHEDULES
 from shardwright.recipe.literal_types import ExpertDispatcher
+from shardwright.recipe.optimizer_keys import OPTIMIZER_KEYS
 from shardwright.utils.json_values import JsonValue
 
 BATCH, MICRO_BATCH = "training.global_batch_size", "parallelism.micro_batch_size"
@@ -338,6 +340,10 @@ def duration(s: ImportSources) -> None:
 SECTION = "training.optimizer"
 _ADAM = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"})
 _TRAINER_ADAM_NAMES = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
+_OWN_KINDS: Mapping[str, tuple[str, ...]] = {
+    "lion": ("lion", "fusedlion", "deepspeedcpulion", "lion_32bit", "paged_lion_32bit"),
+}
+"""Maps a recipe's optimizer to the names of other programs that train exactly so."""
 _SMALLER_STATES = re.compile(r"(paged_)?adamw_(torch_)?(8bit|4bit|32bit|bnb_8bit)|paged_adamw")
 # parameter -> (word, DeepSpeed's default)
 _NUMBERS: dict[str, tuple[str, float]] = {
@@ -345,6 +351,8 @@ _NUMBERS: dict[str, tuple[str, float]] = {
     "weight_decay": ("weight_decay", 0.0),
 }
 BETAS = (0.9, 0.999)
+_DEFAULT_BETAS: Mapping[str, tuple[float, float]] = {"lion": (0.9, 0.99)}
+"""Maps an optimizer to DeepSpeed's defaults (ops/lion/fused_lion.py)."""
 DEEPSPEED_DEFAULT = "DeepSpeed's default"
 # Parameters of Adam's that choose an implementation, or say what is so anyway.
 _IMPLEMENTATION = frozenset(
@@ -360,17 +368,29 @@ _IMPLEMENTATION = frozenset(
 )
 
 
+def _own_kind(kind: str | None) -> str | None:
+    """Return the recipe's optimizer, other than AdamW, that trains as another program's `kind`."""
+    named = (own for own, names in _OWN_KINDS.items() if kind and kind.lower() in names)
+    return next(named, None)
+
+
 def optimizer(s: ImportSources) -> None:
     kind = as_text(s.get("optimizer.type"))
-    if kind is not None and kind.lower() not in _ADAM:
+    own = _own_kind(kind)
+    if kind is not None and own is None and kind.lower() not in _ADAM:
         s.draft.leave(SECTION, "optimizer.type", kind, _why_not_carried(kind))
         for name, value in s.section("optimizer.params").items():
             s.draft.leave(SECTION, f"optimizer.params.{name}", value, f"of {kind}")
         s.draft.ask(f"{SECTION}.lr", f"the learning rate for AdamW; the file trains by {kind}")
         return
     if kind is not None:
-        s.draft.put(f"{SECTION}.name", "adamw", f"optimizer.type: {kind}", "optimizer.type")
-        if "adamw" not in kind.lower() and s.get("optimizer.params.adam_w_mode") is False:
+        name = own or "adamw"
+        s.draft.put(f"{SECTION}.name", name, f"optimizer.type: {kind}", "optimizer.type")
+        if (
+            own is None
+            and "adamw" not in kind.lower()
+            and s.get("optimizer.params.adam_w_mode") is False
+        ):
             why = (
                 "this is Adam with L2 regularization; a recipe has AdamW, whose weight decay is "
                 "decoupled"
@@ -378,8 +398,9 @@ def optimizer(s: ImportSources) -> None:
             s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
     typed = s.word(as_text, "optim", "optimizer")
     is_adam = typed is None or typed[1].lower() in (*_TRAINER_ADAM_NAMES, *_ADAM)
-    if typed is not None and is_adam:
-        s.draft.put(f"{SECTION}.name", "adamw", typed[0])
+    own = own or _own_kind(typed[1] if typed is not None else None)
+    if typed is not None and (is_adam or own is not None):
+        s.draft.put(f"{SECTION}.name", own or "adamw", typed[0])
     elif typed is not None:
         s.draft.leave(SECTION, typed[0], typed[1], _why_not_carried(typed[1]))
         if not _SMALLER_STATES.fullmatch(typed[1].lower()):
@@ -394,8 +415,14 @@ def optimizer(s: ImportSources) -> None:
         and s.settle(key, as_number, "learning_rate", "lr", dotted=path) is None
     ):
         s.unanswered(key, path, "the highest learning rate")
-    _betas(s)
+    takes = OPTIMIZER_KEYS[own or "adamw"]
+    if "betas" in takes:
+        _betas(s, _DEFAULT_BETAS.get(own or "", BETAS))
     for name, (word, default) in _NUMBERS.items():
+        if name == "eps" and name not in takes:
+            if (found := s.setting(word)) is not None:
+                s.draft.leave(SECTION, found.written, found.text, f"{own} has no eps")
+            continue
         key, path = f"{SECTION}.{name}", f"optimizer.params.{name}"
         if s.has_document:
             s.settle(key, as_number, word, dotted=path, otherwise=default, origin=DEEPSPEED_DEFAULT)
@@ -413,8 +440,8 @@ def optimizer(s: ImportSources) -> None:
         implements = name in _IMPLEMENTATION
         why = (
             "an AdamW is an AdamW; compile chooses its kernels"
-            if implements
-            else "a recipe's AdamW has no such parameter"
+            if implements and own is None
+            else f"a recipe's {own or 'AdamW'} has no such parameter"
         )
         s.draft.leave(SECTION, f"optimizer.params.{name}", value, why)
 
@@ -428,7 +455,7 @@ def _why_not_carried(kind: str) -> str:
     return "import carries AdamW alone, whose learning rate is another one"
 
 
-def _betas(s: ImportSources) -> None:
+def _betas(s: ImportSources, defaults: tuple[float, float]) -> None:
     key = f"{SECTION}.betas"
     path, given = "optimizer.params.betas", s.get("optimizer.params.betas")
     if (
@@ -464,7 +491,7 @@ def _betas(s: ImportSources) -> None:
             values.append(known)
             origins.append(f"{s.program.defaults_of}'s default")
         elif s.has_document:
-            values.append(BETAS[at])
+            values.append(defaults[at])
             origins.append(DEEPSPEED_DEFAULT)
     if len(values) < 2:
         reasons = s.program.unknown_defaults if s.program is not None else {}

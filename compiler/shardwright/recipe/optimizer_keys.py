@@ -12,11 +12,13 @@ SECTION = "training.optimizer"
 OPTIMIZER_KEYS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps"),
     "muon": ("betas", "eps", "momentum", "ns_steps", "adamw_lr"),
+    "lion": ("betas",),
 }
 """Maps an optimizer to the keys that it takes beside name, lr and weight_decay."""
 
 OPTIMIZER_DEFAULTS: Mapping[str, JsonObject] = {
     "muon": {"lr": 0.02, "momentum": 0.95, "ns_steps": 5, "adamw_lr": 3e-4},
+    "lion": {"lr": 1e-4, "betas": [0.9, 0.99]},
 }
 """Maps an optimizer to the defaults of its own keys, and to those that differ from the schema's."""
 

@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,8 +154,15 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
     }
 
 
+STANDS_IN_FOR: Mapping[str, str] = {"lion": "adamw"}
+"""Maps an optimizer to the one that trains the tiny copy in its place.
+
+Lion's sign turns the last bit of a gradient into a step, so two right runs may differ.
+"""
+
+
 def _tiny_optimizer(optimizer: OptimizerSection) -> JsonObject:
-    name = optimizer.name
+    name = STANDS_IN_FOR.get(optimizer.name, optimizer.name)
     values: JsonObject = {
         "betas": list(BETAS),
         "eps": EPS,

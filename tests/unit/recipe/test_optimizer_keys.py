@@ -51,6 +51,32 @@ def test_adamw_takes_none_of_them(key: str, name: str, tmp_path: Path) -> None:
     assert refused.value.source.locations[diagnostic.key].line == 13
 
 
+def test_lion_has_defaults_of_its_own(tmp_path: Path) -> None:
+    section = loaded(tmp_path, "{name: lion}").training.optimizer
+    assert (section.lr, section.betas, section.weight_decay) == (1e-4, (0.9, 0.99), 0.1)
+    own = loaded(tmp_path, "{name: lion, lr: 3e-5, betas: [0.95, 0.98]}").training.optimizer
+    assert (own.lr, own.betas) == (3e-5, (0.95, 0.98))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "owners"),
+    [
+        ("{name: lion, eps: 1e-8}", "eps", "adamw"),
+        ("{name: lion, momentum: 0.9}", "momentum", "muon"),
+    ],
+)
+def test_a_key_of_other_optimizers_is_refused(
+    optimizer: str, key: str, owners: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, optimizer)
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1226" and diagnostic.key == ("training", "optimizer", key)
+    assert diagnostic.help is not None and owners in diagnostic.help
+    assert refused.value.source is not None
+    assert refused.value.source.locations[diagnostic.key].line == 13
+
+
 @pytest.mark.parametrize("name", OPTIMIZER_KEYS)
 def test_a_resolved_recipe_is_read_again(name: str, tmp_path: Path) -> None:
     """The compiled folder holds every key of a recipe that has an effect, and no other."""

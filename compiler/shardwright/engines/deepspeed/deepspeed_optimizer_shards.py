@@ -23,6 +23,7 @@ from shardwright.engines.deepspeed.muon_optimizer import (
 )
 from shardwright.engines.trainer_protocol import OwnedShard, ParameterShard
 from shardwright.layout.optimizers import OPTIMIZERS
+from shardwright.parallel.lion import Lion
 from shardwright.parallel.lora_adapters import unique_parameters
 from shardwright.parallel.low_precision_linears import low_precision_weights
 from shardwright.parallel.parameter_names import is_padding, named_buffers, named_parameters
@@ -67,7 +68,7 @@ def _moments(engine: Any, master: torch.Tensor) -> dict[str, Any]:
 
 
 def _moment_names(base: Any, master: torch.Tensor) -> tuple[str, ...]:
-    return base.moment_names(master) if isinstance(base, MuonAdamW) else MOMENTS
+    return base.moment_names(master) if isinstance(base, MuonAdamW | Lion) else MOMENTS
 
 
 def bind_muon(plan: Plan, engine: Any, transposed: frozenset[str]) -> None:

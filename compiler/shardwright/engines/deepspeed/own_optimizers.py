@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
+from shardwright.parallel.lion import Lion
 from shardwright.plan.plan import Plan
 
 OptimizerOfGroups = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -17,7 +18,9 @@ OptimizerOfGroups = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 def own_optimizer(plan: Plan) -> OptimizerOfGroups | None:
     """Return what builds the plan's optimizer of its parameter groups; None where DeepSpeed
     does."""
+    optimizer = plan.optimizer
     builders: dict[str, OptimizerOfGroups] = {
         "muon": partial(MuonAdamW, plan),
+        "lion": partial(Lion, lr=optimizer.lr, betas=optimizer.betas),
     }
-    return builders.get(plan.optimizer.name)
+    return builders.get(optimizer.name)

@@ -89,7 +89,7 @@ REFERENCE = Engine(
         hpz=False,
     ),
     precisions=PRECISIONS,
-    optimizers={"adamw": "AdamW"},
+    optimizers={"adamw": "AdamW", "lion": "Lion"},
     low_precision={"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"},
     refusal_code="SW1921",
     refusal_reasons={

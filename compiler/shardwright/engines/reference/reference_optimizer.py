@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.layout.optimizers import OPTIMIZERS
+from shardwright.parallel.lion import Lion
 from shardwright.parallel.newton_schulz import orthogonalized
 from shardwright.recipe.recipe_types import OptimizerSection
 
@@ -53,7 +54,9 @@ class ReferenceMuon:
 
 def optimizer_builder(optimizer: OptimizerSection) -> OptimizerOfGroups | None:
     """Return what builds a plan's optimizer of parameter groups; None for AdamW."""
-    builders: dict[str, OptimizerOfGroups] = {}
+    builders: dict[str, OptimizerOfGroups] = {
+        "lion": partial(Lion, lr=optimizer.lr, betas=optimizer.betas)
+    }
     return builders.get(optimizer.name)
 
 
