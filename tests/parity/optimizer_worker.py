@@ -92,6 +92,7 @@ def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
         for name, value in state.items()
         if name != "step" and isinstance(value, torch.Tensor)
     ]
+    moments += [s for w in getattr(base, "weights", {}).values() for s in w.states.values()]
     masters = list(base.state) if plan.strategy.zero_stage > 0 else []
     with CONTEXT_PARALLEL.aside():
         problem = read_problem(load_recipe(folder / "recipe.yaml"))
@@ -105,6 +106,8 @@ def _weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float
     """Largest, of the fp32 weights that this rank owns."""
     at, splits, off = plan.ranks[dist.get_rank()], parameter_splits(plan), []
     for f in trainer.owned_shards():
+        if "fp32" not in f.states:
+            continue
         whole = wanted.weights[f.name]
         part = local_expert_range(plan, at, f.name, whole.shape[0])
         whole = whole if part is None else whole.narrow(0, *part)

@@ -209,12 +209,16 @@ def parameter_splits(plan: Plan) -> dict[str, ParameterSharding]:
     return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
 
 
-def replicated_split(name: str, shape: tuple[int, ...], trainer: Trainer) -> ParameterSharding:
+def replicated_split(
+    plan: Plan, name: str, shape: tuple[int, ...], trainer: Trainer
+) -> ParameterSharding:
     """Return the sharding of a parameter that every tensor rank holds unsplit.
 
-    shape: in this process.
+    shape: in this process, which may have a part of the experts.
     """
     shape = shape[::-1] if name in trainer.transposed else shape
+    if (experts := plan.expert_shard_count(name)) > 1:
+        shape = (shape[0] * experts, *shape[1:])
     return ParameterSharding(name=name, shape=shape, dimension=None, blocks=(), sizes=())
 
 
@@ -241,7 +245,7 @@ def _read_fragment(
     splits: dict[str, ParameterSharding],
 ) -> None:
     at = plan.ranks[dist.get_rank()]
-    split = splits.get(f.name) or replicated_split(f.name, f.shard_shape, trainer)
+    split = splits.get(f.name) or replicated_split(plan, f.name, f.shard_shape, trainer)
     part = (
         (plan.expert_rank_of(at), plan.strategy.expert)
         if plan.expert_shard_count(f.name) > 1

@@ -449,7 +449,7 @@ def _manifest(
         first = len(files)
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
         for shard, name, shape, states, number, start, numel, at in written:
-            split = splits.get(name) or replicated_split(name, shape, trainer)
+            split = splits.get(name) or replicated_split(plan, name, shape, trainer)
             tensors[name] = SavedTensor(
                 split=split,
                 transposed=name in trainer.transposed,

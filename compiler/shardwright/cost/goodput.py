@@ -19,7 +19,7 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.layout.muon_matrices import muon_parameters
+from shardwright.layout.optimizer_matrices import factor_elements, matrix_parameters
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
@@ -265,9 +265,11 @@ def node_checkpoint_bytes(priced: PricedLayout) -> list[float]:
     left = 0 if priced.adapter_sizes else total - sum(whole[name] for name in names)
     row = OPTIMIZERS[priced.recipe.training.optimizer.name]
     trained = row.state_bytes * (priced.adapter_sizes[-1] if priced.adapter_sizes else left)
-    if row.matrix_moments:
-        matrices = sum(p.numel for p in muon_parameters(graph, priced.recipe.model.freeze))
-        trained -= row.matrix_saving_bytes * matrices
+    optimizer, freeze = priced.recipe.training.optimizer.name, priced.recipe.model.freeze
+    matrices = matrix_parameters(optimizer, graph, freeze)
+    trained -= row.matrix_saving_bytes * sum(p.numel for p in matrices)
+    if row.factors:
+        trained += row.moment_bytes * sum(map(factor_elements, matrices))
     frozen = priced.element_bytes * (total - left)
     parts = [(trained, s.zero_stage >= 1, priced.trainable_numel_of)]
     if frozen:

@@ -73,6 +73,7 @@ def model_state_bytes(
     trained: float | None = None,
     experts: float = 0.0,
     matrices: float = 0.0,
+    factors: float = 0.0,
 ) -> tuple[float, float, float]:
     """Return (parameter, gradient, optimizer) bytes of a rank.
 
@@ -80,7 +81,8 @@ def model_state_bytes(
     trained: those of them that are trained, or LoRA's adapters beside them; None: all
     experts: those of them that expert ranks shard before ZeRO does; ZeRO's shards over all ranks
         have the same size with them
-    matrices: those of the trained ones that are Muon's
+    matrices: those of the trained ones that have other optimizer states
+    factors: elements of factored moments, which ZeRO does not shard
     """
     s, element = priced.strategy, priced.element_bytes
     numel = held if trained is None else trained
@@ -102,6 +104,7 @@ def model_state_bytes(
     states = numel * row.held_bytes(training.precision, s.zero_stage)
     states -= matrices * row.matrix_saving_bytes
     optimizer = states / (s.zero_world_size if s.zero_stage >= 1 else 1)
+    optimizer += factors * row.moment_bytes
     if s.offload != "none":
         optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
         if not priced.traits.overlaps_host_update:
@@ -122,6 +125,9 @@ def states_of_layers(priced: PricedLayout) -> Floats:
     if priced.matrices:
         own = np.array(priced.matrices[1:-1], dtype=np.float64)
         found = found + sum(model_state_bytes(priced, 0.0, matrices=1.0)) * (own - own[0])
+    if priced.factors:
+        own = np.array(priced.factors[1:-1], dtype=np.float64)
+        found = found + sum(model_state_bytes(priced, 0.0, factors=1.0)) * (own - own[0])
     return found + expert * (experts - experts[0]) if priced.strategy.shards_experts else found
 
 
@@ -211,6 +217,7 @@ class RankMemoryModel:
             numel if self._frozen else None,
             priced.expert_numel_of(blocks),
             priced.matrix_numel_of(blocks),
+            priced.factor_numel_of(blocks),
         )
         activations = sum(
             [
@@ -228,7 +235,7 @@ class RankMemoryModel:
         if priced.strategy.pipeline == 1:
             backward += bucket
         step = bucket + _copied_bytes(priced, numel) + _returning_bytes(priced, numel)
-        step += _newton_schulz_bytes(priced, blocks)
+        step += _matrix_update_bytes(priced, blocks)
         parameters, gradients, optimizer = round(states[0]), round(states[1]), round(states[2])
         saved, workspace = (
             round(activations),
@@ -463,16 +470,21 @@ def _returning_bytes(priced: PricedLayout, numel: int) -> float:
     return MASTER_BYTES * min(largest, numel / s.zero_world_size)
 
 
-def _newton_schulz_bytes(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
-    """Return the temporary bytes of Muon's update (parallel/newton_schulz.py).
+def _matrix_update_bytes(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
+    """Return the temporary bytes of the update of matrices with states of their own.
 
-    They are a bucket of gathered weights or the copy of one, its result, and in an iteration X, two
-    products and the next X of some experts.
+    Adafactor's (engines/deepspeed/adafactor_optimizer.py) are the squares, the root and a copy of
+    a rank's share of the largest weight. Muon's (parallel/newton_schulz.py) are a bucket of
+    gathered weights or the copy of one, its result, and in an iteration X, two products and the
+    next X of some experts.
     """
     if not priced.matrix_numel_of(blocks):
         return 0.0
     s = priced.strategy
     weight = priced.largest_matrices / (s.expert if s.shards_experts else 1)
+    if priced.factors:
+        owners = s.zero_world_size if s.zero_stage == 3 else 1
+        return 3 * MASTER_BYTES * weight / (s.tensor * owners)
     shares = s.zero_stage >= 1 or s.tensor > 1
     gathered = max(MUON_BUCKET_NUMEL, weight) if shares else weight
     gathered = min(gathered, s.tensor * priced.matrix_numel_of(blocks))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
@@ -23,11 +25,13 @@ from shardwright.layout.formats import LOW_PRECISION_FORMATS, accumulation_dtype
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
 from shardwright.layout.layout import Layout, chunk_length
-from shardwright.layout.muon_matrices import muon_parameters, newton_schulz_flops
+from shardwright.layout.muon_matrices import newton_schulz_flops
+from shardwright.layout.optimizer_matrices import factor_elements, matrix_parameters
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.tensor_parallel_map import split_parameter
-from shardwright.models.model_graph import ModelGraph
+from shardwright.models.expert_modules import expert_modules
+from shardwright.models.model_graph import ModelGraph, Parameter
 from shardwright.models.trainable_parameters import (
     adapted_modules,
     adapter_sizes,
@@ -35,7 +39,7 @@ from shardwright.models.trainable_parameters import (
     is_decoder_frozen,
 )
 from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
-from shardwright.recipe.recipe_types import Recipe
+from shardwright.recipe.recipe_types import OptimizerSection, Recipe
 from shardwright.utils.memoize import memoize
 
 
@@ -61,9 +65,13 @@ class PricedLayout:
     ranks: chunks of each pipeline rank
     adapter_sizes: LoRA's elements, prefix sums over graph.layers; () without LoRA
     frozen: local parameters of `model.freeze`, prefix sums; () where there are none
-    matrices: local parameters of Muon's matrices, prefix sums; () under other optimizers
-    newton_schulz_flops: an update's, of the unsharded matrices, prefix sums; () likewise
-    largest_matrices: elements of the largest unsharded weight among Muon's, all experts included
+    matrices: local parameters of matrices with other optimizer states
+        (layout/optimizer_matrices.py), prefix sums; () where none have
+    shared_matrices, shared_factors: those that are in the first and in the last layer
+    newton_schulz_flops: an update's, of the unsharded matrices, prefix sums; () without Muon
+    factors: elements of the matrices' factored moments, which all ranks of a stage hold, prefix
+        sums; () where none are factored
+    largest_matrices: elements of the largest unsharded weight among them, all experts included
     """
 
     problem: Problem
@@ -81,7 +89,10 @@ class PricedLayout:
     adapter_sizes: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
     matrices: tuple[int, ...] = ()
+    shared_matrices: int = 0
+    shared_factors: int = 0
     newton_schulz_flops: tuple[int, ...] = ()
+    factors: tuple[int, ...] = ()
     largest_matrices: int = 0
 
     @property
@@ -157,9 +168,17 @@ class PricedLayout:
         return sum(self.frozen[b.stop] - self.frozen[b.start] for b in blocks) if self.frozen else 0
 
     def matrix_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
-        """Return the parameters of Muon's matrices."""
-        sums = self.matrices
-        return sum(sums[b.stop] - sums[b.start] for b in blocks) if sums else 0
+        """Return the parameters of matrices with other optimizer states; a tied one counts
+        once."""
+        return self._once(blocks, self.matrices, self.shared_matrices)
+
+    def factor_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
+        """Return the elements of factored moments of these layers, a tied one's once."""
+        return self._once(blocks, self.factors, self.shared_factors)
+
+    def _once(self, blocks: tuple[ModelChunk, ...], sums: tuple[int, ...], shared: int) -> int:
+        total = sum(sums[b.stop] - sums[b.start] for b in blocks) if sums else 0
+        return total - (shared if blocks[0].start == 0 and self.has_head(blocks) else 0)
 
     def newton_schulz_flops_of(self, blocks: tuple[ModelChunk, ...]) -> int:
         """Return the FLOPs of the Newton-Schulz iterations of an update of these layers."""
@@ -243,7 +262,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         frozen=()
         if recipe.lora is not None
         else _frozen(graph, recipe.model.freeze, strategy.tensor),
-        **_matrices(recipe, graph, strategy.tensor),
+        **_matrices(recipe, graph, strategy),
     )
 
 
@@ -368,26 +387,67 @@ def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[in
 
 class _MatrixSums(TypedDict, total=False):
     matrices: tuple[int, ...]
+    shared_matrices: int
+    shared_factors: int
     newton_schulz_flops: tuple[int, ...]
+    factors: tuple[int, ...]
     largest_matrices: int
 
 
-def _matrices(recipe: Recipe, graph: ModelGraph, tensor: int) -> _MatrixSums:
-    """Return the fields of Muon's matrices."""
-    steps = recipe.training.optimizer.ns_steps
-    if not OPTIMIZERS[recipe.training.optimizer.name].matrix_moments or steps is None:
+def _matrices(recipe: Recipe, graph: ModelGraph, strategy: Layout) -> _MatrixSums:
+    """Return the fields of the matrices with other optimizer states; {} where none have."""
+    optimizer, expert = recipe.training.optimizer, strategy.expert if strategy.shards_experts else 1
+    if not matrix_parameters(optimizer.name, graph, recipe.model.freeze):
         return {}
-    numel, flops = _matrix_sums(graph, recipe.model.freeze, tensor, steps)
-    largest = max((p.numel for p in muon_parameters(graph, recipe.model.freeze)), default=0)
-    return {"matrices": numel, "newton_schulz_flops": flops, "largest_matrices": largest}
+    return _matrix_sums(graph, recipe.model.freeze, strategy.tensor, expert, optimizer)
 
 
-@memoize(lambda graph, freeze, tensor, steps: (graph.identity, freeze, tensor, steps))
+@memoize(
+    lambda graph, freeze, tensor, expert, optimizer: (
+        graph.identity,
+        freeze,
+        tensor,
+        expert,
+        optimizer.name,
+        optimizer.ns_steps,
+    )
+)
 def _matrix_sums(
-    graph: ModelGraph, freeze: tuple[str, ...], tensor: int, steps: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    names = {p.name for p in muon_parameters(graph, freeze)}
-    own = [[p for p in layer.parameters if p.name in names] for layer in graph.layers]
-    numel = [sum(split_parameter(graph, p, tensor).shard_numel(0) for p in each) for each in own]
-    flops = [sum(newton_schulz_flops(graph, p, steps) for p in each) for each in own]
-    return (0, *itertools.accumulate(numel)), (0, *itertools.accumulate(flops))
+    graph: ModelGraph,
+    freeze: tuple[str, ...],
+    tensor: int,
+    expert: int,
+    optimizer: OptimizerSection,
+) -> _MatrixSums:
+    found = matrix_parameters(optimizer.name, graph, freeze)
+    ends = ({p.name for p in graph.layers[at].parameters} for at in (0, -1))
+    both, experts = set.intersection(*ends), expert_modules(graph)
+
+    def numel(p: Parameter) -> int:
+        return split_parameter(graph, p, tensor).shard_numel(0)
+
+    def factors(p: Parameter) -> int:
+        is_split = p.name.rpartition(".")[0] in experts
+        return factor_elements(p) // (expert if is_split else 1)
+
+    sums = _MatrixSums(
+        matrices=_sums(graph, found, numel),
+        shared_matrices=sum(numel(p) for p in found if p.name in both),
+        largest_matrices=max(p.numel for p in found),
+    )
+    if steps := optimizer.ns_steps:
+        flops = functools.partial(newton_schulz_flops, graph, steps=steps)
+        sums["newton_schulz_flops"] = _sums(graph, found, flops)
+    if OPTIMIZERS[optimizer.name].factors:
+        sums["factors"] = _sums(graph, found, factors)
+        sums["shared_factors"] = sum(factors(p) for p in found if p.name in both)
+    return sums
+
+
+def _sums(
+    graph: ModelGraph, found: tuple[Parameter, ...], size: Callable[[Parameter], int]
+) -> tuple[int, ...]:
+    """Return prefix sums over graph.layers of these parameters' sizes."""
+    names = {p.name for p in found}
+    own = (sum(size(p) for p in each.parameters if p.name in names) for each in graph.layers)
+    return (0, *itertools.accumulate(own))

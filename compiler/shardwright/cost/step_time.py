@@ -636,9 +636,21 @@ def _reduced_seconds(priced: PricedLayout, group: Group, numel: float) -> float:
 
 def optimizer_seconds(priced: PricedLayout, rank: int) -> float:
     blocks = priced.ranks[rank]
-    return _optimizer_seconds(priced, priced.trainable_numel_of(blocks)) + newton_schulz_seconds(
-        priced, blocks
+    return (
+        _optimizer_seconds(priced, priced.trainable_numel_of(blocks))
+        + newton_schulz_seconds(priced, blocks)
+        + _factor_seconds(priced, blocks)
     )
+
+
+def _factor_seconds(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
+    """Return the seconds in which a stage's ranks sum up the rows and columns of squares."""
+    s = priced.strategy
+    ranks = s.zero_world_size * s.tensor
+    if ranks == 1 or not priced.factors:
+        return 0.0
+    size = MASTER_BYTES * priced.factor_numel_of(blocks)
+    return all_reduce_seconds(priced.cluster, priced.constants, priced.group(ranks, 1), size, 0)
 
 
 def newton_schulz_seconds(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:

@@ -56,6 +56,14 @@ class OwnedShard:
     copied: bool = False
 
 
+def state_name(parameter: str, state: str) -> str:
+    """Name a state that is not like its parameter, such as the mean of each row.
+
+    Checkpoints hold it as a tensor of its own, as `value`.
+    """
+    return f"{parameter}@{state}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShard:
     """Describe this rank's shard of a parameter.

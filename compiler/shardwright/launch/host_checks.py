@@ -466,7 +466,7 @@ def _disk(x: HostCheckInput) -> HostCheck:
     row = OPTIMIZERS[x.plan.optimizer.name]
     states = element_bytes(x.plan.training.precision) + row.state_bytes
     needed = x.plan.model.total_parameters * states
-    needed -= x.plan.muon_elements * row.matrix_saving_bytes
+    needed -= x.plan.matrix_elements * row.matrix_saving_bytes
     problems = []
     for probed in x.answers:
         free = probed.facts.free_bytes

@@ -14,7 +14,9 @@ class Optimizer:
     """Describes what an optimizer stores and moves, per trained parameter.
 
     moments: state tensors beside the master copy, by the names that checkpoints give them.
-    matrix_moments: those of matrices (layout/muon_matrices.py), where these have others; else ().
+    orthogonalizes: matrices of the decoder layers have other moments (layout/muon_matrices.py).
+    factors: parameters of two or more dimensions have others, one element a row and a column.
+    matrix_moments: those other moments that are like the parameter.
     moment_bytes: bytes of an element of each. traffic: GPU memory traffic of an update over
     AdamW's, which calibration measures. Each engine lists those it supports
     (engines/engine_table.py).
@@ -23,6 +25,8 @@ class Optimizer:
     moments: tuple[str, ...]
     moment_bytes: int
     traffic: float
+    orthogonalizes: bool = False
+    factors: bool = False
     matrix_moments: tuple[str, ...] = ()
 
     @property
@@ -33,7 +37,8 @@ class Optimizer:
     @property
     def matrix_saving_bytes(self) -> int:
         """Return by how many bytes a matrix's moments are smaller than `moments_bytes`."""
-        spared = len(self.moments) - len(self.matrix_moments) if self.matrix_moments else 0
+        differs = self.orthogonalizes or self.factors
+        spared = len(self.moments) - len(self.matrix_moments) if differs else 0
         return spared * self.moment_bytes
 
     @property
@@ -74,6 +79,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "muon": Optimizer(
         moments=("exp_avg", "exp_avg_sq"),
+        orthogonalizes=True,
         matrix_moments=("momentum_buffer",),
         moment_bytes=4,
         traffic=1.0,

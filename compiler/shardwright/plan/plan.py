@@ -20,6 +20,7 @@ from shardwright.layout.axes import axis_named, rank_coordinates
 from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Memory, Time, Training
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.parameter_sharding import TensorParallelMap
 from shardwright.models.model_files import RemoteCode
 from shardwright.models.model_graph import PipelineSplit, name_pattern
@@ -317,13 +318,14 @@ class Plan:
         return self.muon.get(parameter, self.muon.get(name_pattern(parameter)))
 
     @property
-    def muon_elements(self) -> int:
-        """Return the elements of the parameters that Muon orthogonalizes."""
+    def matrix_elements(self) -> int:
+        """Return the elements of the parameters whose optimizer states differ."""
         named = {p.name: p.shape for m in self.tensor_parallel.modules for p in m.parameters}
+        factors = OPTIMIZERS[self.optimizer.name].factors
         return sum(
             math.prod(shape)
             for name, shape in named.items()
-            if self.muon and self.muon_parts(name) is not None
+            if (factors and len(shape) >= 2) or (self.muon and self.muon_parts(name) is not None)
         )
 
     def expert_shard_count(self, parameter: str) -> int:

@@ -327,7 +327,7 @@ def build_plan(
         if outer is None
         else copy_shared_fields(PlanDiLoCo, outer, islands=recipe.cluster.islands, island=None),
         muon=muon_parts(graph, recipe.model.freeze)
-        if OPTIMIZERS[training.optimizer.name].matrix_moments
+        if OPTIMIZERS[training.optimizer.name].orthogonalizes
         else {},
     )
 

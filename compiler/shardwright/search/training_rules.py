@@ -231,7 +231,7 @@ _OPTIMIZER = "training.optimizer.name"
 
 def muon_matrices_are_known(x: Candidate) -> Diagnostic | None:
     """The Newton-Schulz iterations of joined matrices are not those of each."""
-    if not OPTIMIZERS[x.recipe.training.optimizer.name].matrix_moments:
+    if not OPTIMIZERS[x.recipe.training.optimizer.name].orthogonalizes:
         return None
     joined = unsplit_parameter(x.graph, x.recipe.model.freeze)
     if joined is None:

@@ -177,6 +177,7 @@ def _prepare(
 
     from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
+    from shardwright.engines.reference.reference_optimizer import optimizer_builder
     from shardwright.models.context_parallel_probe import length_dependent_rope
     from shardwright.models.tiny_config import token_ids
     from shardwright.verify.reference_run import (
@@ -258,6 +259,7 @@ def _prepare(
         if balance is None
         else ReferenceAuxLoss(reference, balance.coefficient, balance.affinity),
         muon=reference_muon(reference, plan),
+        build=optimizer_builder(plan.optimizer),
     )
     if recipe.lora is not None:
         scale = recipe.lora.alpha / min(recipe.lora.rank, tiny_copy.RANK)

@@ -14,7 +14,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.engines.reference.reference_optimizer import ReferenceMuon, ReferenceOptimizer
+from shardwright.engines.reference.reference_optimizer import (
+    OptimizerOfGroups,
+    ReferenceMuon,
+    ReferenceOptimizer,
+)
 from shardwright.models.mixture_of_experts import AFFINITIES, find_routers
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.task_registry import task_of
@@ -84,6 +88,7 @@ def train(
     every: int = 1,
     balance: ReferenceAuxLoss | None = None,
     muon: ReferenceMuon | None = None,
+    build: OptimizerOfGroups | None = None,
 ) -> Reference:
     """Train on `blocks`, one entry a step, with Hugging Face's loss: sum over predicted tokens /
     their number.
@@ -93,6 +98,7 @@ def train(
     held_out: sequences evaluated after each `every` steps and after the last.
     balance: the routers' auxiliary loss.
     muon: updates its matrices in AdamW's place, at the same rate.
+    build: builds the optimizer of parameter groups; None for AdamW.
     """
     model.train()
     optimizer = ReferenceOptimizer(
@@ -103,6 +109,7 @@ def train(
         clipping=clipping,
         dtype=dtype,
         muon=muon,
+        build=build,
     )
     losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):

@@ -16,14 +16,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from shardwright.engines.deepspeed.deepspeed_groups import drop_hpz_copies
-from shardwright.engines.deepspeed.muon_optimizer import (
-    MuonAdamW,
-    OwnedElements,
-    bind_masters,
-)
+from shardwright.engines.deepspeed.weight_shards import OwnedElements, WeightOptimizer
 from shardwright.engines.trainer_protocol import OwnedShard, ParameterShard
 from shardwright.layout.optimizers import OPTIMIZERS
-from shardwright.parallel.lion import Lion
 from shardwright.parallel.lora_adapters import unique_parameters
 from shardwright.parallel.low_precision_linears import low_precision_weights
 from shardwright.parallel.parameter_names import is_padding, named_buffers, named_parameters
@@ -68,28 +63,32 @@ def _moments(engine: Any, master: torch.Tensor) -> dict[str, Any]:
 
 
 def _moment_names(base: Any, master: torch.Tensor) -> tuple[str, ...]:
-    return base.moment_names(master) if isinstance(base, MuonAdamW | Lion) else MOMENTS
+    """Return the names of a master's states that are like it; this project's optimizers tell."""
+    return base.moment_names(master) if hasattr(base, "moment_names") else MOMENTS
 
 
-def bind_muon(plan: Plan, engine: Any, transposed: frozenset[str]) -> None:
-    """Tell the engine's Muon which matrices its masters hold. Collective."""
+def bind_optimizer(plan: Plan, engine: Any, transposed: frozenset[str]) -> None:
+    """Tell an optimizer that needs more than elements which weights its masters hold.
+    Collective."""
     base = base_optimizer(engine)
-    if not isinstance(base, MuonAdamW):
+    if not isinstance(base, WeightOptimizer):
         return
     masters = _masters(engine)
     held: dict[str, OwnedElements] = {}
     for name, parameter in named_parameters(plan, engine.module).items():
-        if not parameter.requires_grad or plan.muon_parts(name) is None:
+        if not parameter.requires_grad or not base.takes(name):
             continue
         place = _shard_address(engine, parameter)
         number = _master_number(engine, parameter)
         master = parameter if number is None else masters[number]
-        held[name] = OwnedElements(master, *((0, 0, 0) if place is None else place[1:]))
-    bind_masters(plan, base, _muon_masters(engine, masters), held, transposed)
+        address = (0, 0, 0) if place is None else place[1:]
+        held[name] = OwnedElements(master, *address, _shard_shape(parameter))
+    base.bind(plan, _groups_of_masters(engine, masters), held, transposed)
 
 
-def _muon_masters(engine: Any, masters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the masters of groups with matrices."""
+def _groups_of_masters(
+    engine: Any, masters: list[torch.Tensor]
+) -> dict[torch.Tensor, dict[str, Any]]:
     optimizer, groups = engine.optimizer, engine.optimizer.param_groups
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         numbers = [optimizer.sub_group_to_group_id[at] for at in range(len(masters))]
@@ -97,11 +96,7 @@ def _muon_masters(engine: Any, masters: list[torch.Tensor]) -> list[torch.Tensor
         numbers = list(range(len(masters)))
     else:
         numbers = [at for at, group in enumerate(groups) for _ in group["params"]]
-    return [
-        master
-        for master, at in zip(masters, numbers, strict=True)
-        if groups[at].get("use_muon", False)
-    ]
+    return {master: groups[at] for master, at in zip(masters, numbers, strict=True)}
 
 
 def _master_number(engine: Any, parameter: Any) -> int | None:
@@ -195,15 +190,19 @@ def optimizer_shards(plan: Plan, engine: Any) -> Iterator[OwnedShard]:
             moment: _moments(engine, master)[moment]
             for moment in _moment_names(base_optimizer(engine), master)
         }
+        states = {state: flat.view(-1).narrow(0, begin, numel) for state, flat in flats.items()}
         yield OwnedShard(
             name=name,
             shard_shape=_shard_shape(parameter),
             start=start,
-            states={state: flat.view(-1).narrow(0, begin, numel) for state, flat in flats.items()},
+            states=states | _element_states(engine, name),
             live=_model_values(parameter, start, numel),
             partitioned=group is not None,
             copied=getattr(parameter, "ds_pipe_replicated", False),
         )
+    base = base_optimizer(engine)
+    if isinstance(base, WeightOptimizer):
+        yield from base.state_shards(plan, _copied_names(plan, engine))
 
     for name, buffer in named_buffers(engine.module).items():
         value, shape = buffer.detach().view(-1), tuple(buffer.shape)
@@ -215,6 +214,18 @@ def optimizer_shards(plan: Plan, engine: Any) -> Iterator[OwnedShard]:
             live=value,
             partitioned=False,
         )
+
+
+def _element_states(engine: Any, name: str) -> dict[str, torch.Tensor]:
+    """Return the states of this rank's elements that a weight has beside those of its master."""
+    base = base_optimizer(engine)
+    return base.element_states(name) if isinstance(base, WeightOptimizer) else {}
+
+
+def _copied_names(plan: Plan, engine: Any) -> frozenset[str]:
+    """Return the parameters that an earlier stage saves."""
+    named = named_parameters(plan, engine.module).items()
+    return frozenset(name for name, p in named if getattr(p, "ds_pipe_replicated", False))
 
 
 def _shard_shape(parameter: nn.Parameter) -> tuple[int, ...]:

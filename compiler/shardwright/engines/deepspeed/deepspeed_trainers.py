@@ -24,7 +24,7 @@ from shardwright.engines.deepspeed.deepspeed_groups import (
     parameter_groups,
 )
 from shardwright.engines.deepspeed.deepspeed_optimizer_shards import (
-    bind_muon,
+    bind_optimizer,
     copy_masters_to_model,
     loss_scale,
     optimizer_shards,
@@ -172,7 +172,7 @@ class DeepSpeedTrainer:
         # positions. It does not move a model that is partitioned already (ZeRO-3) to the device.
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer.to(self.engine.device)
-        bind_muon(self.plan, self.engine, self.transposed)
+        bind_optimizer(self.plan, self.engine, self.transposed)
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
         """Set the loss scale and the learning rate of a step.

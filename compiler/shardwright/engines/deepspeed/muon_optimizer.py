@@ -8,16 +8,23 @@ them and shared (distributed Muon, arXiv 2502.16982, algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
-from shardwright.engines.deepspeed.deepspeed_groups import own_group
+from shardwright.engines.deepspeed.weight_shards import (
+    MastersGroups,
+    OwnedElements,
+    WeightShard,
+    locate,
+    numel_on_every_rank,
+    sharing_ranks,
+)
+from shardwright.engines.trainer_protocol import OwnedShard
 from shardwright.layout.optimizers import OPTIMIZERS
-from shardwright.layout.parameter_sharding import ParameterSharding
 from shardwright.layout.zero_settings import MUON_BUCKET_NUMEL
 from shardwright.parallel.newton_schulz import orthogonalized
 from shardwright.plan.plan import Plan
@@ -25,56 +32,21 @@ from shardwright.plan.plan import Plan
 
 @dataclass(slots=True)
 class Matrix:
-    """Locate a weight, and this rank's elements of it.
+    """Hold a weight's place, and who orthogonalizes it.
 
-    shape: of the unsharded weight, (out, in) or (experts of this rank, out, in)
-    dimension, ranges: (start, length) along the dimension that tensor ranks shard; None for a
-        weight that they hold unsharded
-    begin, start, numel: this rank's elements, in the master and in the flattened tensor shard
-    is_local: this rank owns all elements
+    parts: rows of each matrix that the weight joins; () for one
+    is_local: one rank owns all elements
     owner: rank in the group that orthogonalizes the weight
     """
 
-    name: str
+    shard: WeightShard
     parts: tuple[int, ...]
-    shape: tuple[int, ...]
-    dimension: int | None
-    ranges: tuple[tuple[int, int], ...]
-    begin: int = 0
-    start: int = 0
-    numel: int = 0
     is_local: bool = True
     owner: int = 0
 
     @property
     def full_numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def _shard_shape(self) -> tuple[int, ...]:
-        if self.dimension is None:
-            return self.shape
-        size = sum(length for _, length in self.ranges)
-        return (*self.shape[: self.dimension], size, *self.shape[self.dimension + 1 :])
-
-    def place(self, full: torch.Tensor, own: torch.Tensor) -> None:
-        """Copy this rank's elements into the flattened weight, which is zero elsewhere."""
-        if self.dimension is None:
-            full.narrow(0, self.start, self.numel).copy_(own)
-            return
-        shard = full.new_zeros(torch.Size(self._shard_shape).numel())
-        shard.narrow(0, self.start, self.numel).copy_(own)
-        pieces = shard.view(self._shard_shape).split([n for _, n in self.ranges], self.dimension)
-        for (first, length), piece in zip(self.ranges, pieces, strict=True):
-            full.view(self.shape).narrow(self.dimension, first, length).copy_(piece)
-
-    def take(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of the flattened weight."""
-        if self.dimension is not None:
-            weight = full.view(self.shape)
-            pieces = [weight.narrow(self.dimension, first, n) for first, n in self.ranges]
-            full = torch.cat(pieces, self.dimension).view(-1)
-        return full.narrow(0, self.start, self.numel)
+        return self.shard.full_numel
 
 
 @dataclass(slots=True)
@@ -102,10 +74,42 @@ class MuonAdamW(torch.optim.AdamW):
         self._momentum, self._steps = optimizer.momentum, optimizer.ns_steps
         is_fp32 = plan.training.precision == "fp32"
         self._dtype = torch.float32 if is_fp32 else torch.bfloat16
+        self._plan = plan
         self._masters: dict[torch.Tensor, MasterMatrices] = {}
 
-    def bind(self, masters: dict[torch.Tensor, MasterMatrices]) -> None:
-        self._masters = masters
+    def takes(self, name: str) -> bool:
+        return self._plan.muon_parts(name) is not None
+
+    def element_states(self, name: str) -> dict[str, torch.Tensor]:
+        return {}
+
+    def state_shards(self, plan: Plan, copied: frozenset[str]) -> Iterator[OwnedShard]:
+        return iter(())
+
+    def bind(
+        self,
+        plan: Plan,
+        masters: MastersGroups,
+        owned: Mapping[str, OwnedElements],
+        transposed: frozenset[str],
+    ) -> None:
+        """Take the matrices that the masters hold, and which ranks share each. Collective."""
+        sharing, everyone = sharing_ranks(plan), numel_on_every_rank(owned)
+        mine = (master for master, group in masters.items() if group.get("use_muon"))
+        self._masters = {master: MasterMatrices() for master in mine}
+        work = {key: [0] * len(among.ranks) for key, among in sharing.items()}
+        for shard in locate(plan, owned, transposed):
+            name, sharded = shard.name, plan.expert_shard_count(shard.name) > 1
+            parts = plan.muon_parts(name)
+            assert parts is not None
+            matrix = Matrix(shard, parts)
+            if not {everyone[r][name] for r in sharing[sharded].ranks} <= {0, shard.full_numel}:
+                matrix.is_local = False
+                matrix.owner = work[sharded].index(min(work[sharded]))
+                work[sharded][matrix.owner] += shard.full_numel
+            held = self._masters[owned[name].master]
+            held.group = sharing[sharded].group
+            held.matrices.append(matrix)
 
     def moment_names(self, master: torch.Tensor) -> tuple[str, ...]:
         """Return the names of a master's states, beside itself."""
@@ -139,8 +143,8 @@ class MuonAdamW(torch.optim.AdamW):
         held = self._masters[master]
         flat = update.view(-1)
         for matrix in held.matrices:
-            if matrix.is_local and matrix.numel:
-                own = flat.narrow(0, matrix.begin, matrix.numel)
+            if matrix.is_local and matrix.shard.numel:
+                own = matrix.shard.own(flat)
                 own.copy_(self._orthogonalized(matrix, own.to(self._dtype)))
         for bucket in _buckets(m for m in held.matrices if not m.is_local):
             self._update_shared(bucket, held.group, flat)
@@ -158,8 +162,8 @@ class MuonAdamW(torch.optim.AdamW):
         buffer = flat.new_zeros(sum(m.full_numel for m in bucket), dtype=self._dtype)
         slots = buffer.split([m.full_numel for m in bucket])
         for matrix, slot in zip(bucket, slots, strict=True):
-            if matrix.numel:
-                matrix.place(slot, flat.narrow(0, matrix.begin, matrix.numel))
+            if matrix.shard.numel:
+                matrix.shard.place(slot, matrix.shard.own(flat))
         dist.all_reduce(buffer, group=group)
         here = dist.get_rank(group=group)
         for matrix, slot in zip(bucket, slots, strict=True):
@@ -169,11 +173,11 @@ class MuonAdamW(torch.optim.AdamW):
                 slot.zero_()
         dist.all_reduce(buffer, group=group)
         for matrix, slot in zip(bucket, slots, strict=True):
-            if matrix.numel:
-                flat.narrow(0, matrix.begin, matrix.numel).copy_(matrix.take(slot))
+            if matrix.shard.numel:
+                matrix.shard.own(flat).copy_(matrix.shard.take(slot))
 
     def _orthogonalized(self, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
-        return orthogonalized(values.view(matrix.shape), matrix.parts, self._steps).view(-1)
+        return orthogonalized(values.view(matrix.shard.shape), matrix.parts, self._steps).view(-1)
 
 
 def _buckets(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
@@ -185,70 +189,3 @@ def _buckets(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
         bucket.append(matrix)
     if bucket:
         yield bucket
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedElements:
-    """Locate this rank's elements of a matrix; numel 0 where it owns none."""
-
-    master: torch.Tensor
-    begin: int
-    start: int
-    numel: int
-
-
-def bind_masters(
-    plan: Plan,
-    optimizer: MuonAdamW,
-    held_masters: Iterable[torch.Tensor],
-    owned: dict[str, OwnedElements],
-    transposed: frozenset[str],
-) -> None:
-    """Tell the optimizer which matrices its masters hold, and which ranks share each. Collective.
-
-    held_masters: Muon's masters, some of which may hold padding alone
-    owned: this rank's elements of every matrix of its stage, in the model's order
-    """
-    rank = dist.get_rank()
-    at = plan.ranks[rank]
-    dense: dict[tuple[int, ...], list[int]] = {}
-    experts: dict[tuple[int, ...], list[int]] = {}
-    for r in plan.ranks:
-        dense.setdefault((r.pipeline,), []).append(r.rank)
-        experts.setdefault((r.pipeline, plan.expert_rank_of(r)), []).append(r.rank)
-    groups = {False: own_group(dense.values())}
-    groups[True] = own_group(experts.values()) if plan.strategy.expert > 1 else groups[False]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: elements.numel for name, elements in owned.items()})
-    splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
-    masters = {master: MasterMatrices() for master in held_masters}
-    work: dict[bool, list[int]] = {key: [0] * len(ranks) for key, (_, ranks) in groups.items()}
-    for name, elements in owned.items():
-        sharded = plan.expert_shard_count(name) > 1
-        group, ranks = groups[sharded]
-        matrix = _matrix(plan, splits[name], at.tensor, name in transposed)
-        matrix.begin, matrix.start, matrix.numel = elements.begin, elements.start, elements.numel
-        if not {everyone[r][name] for r in ranks} <= {0, matrix.full_numel}:
-            matrix.is_local = False
-            matrix.owner = work[sharded].index(min(work[sharded]))
-            work[sharded][matrix.owner] += matrix.full_numel
-        masters[elements.master].group = group
-        masters[elements.master].matrices.append(matrix)
-    optimizer.bind(masters)
-
-
-def _matrix(plan: Plan, split: ParameterSharding, tensor: int, is_transposed: bool) -> Matrix:
-    shape, dimension = split.shape, split.dimension
-    if is_transposed:
-        shape = shape[::-1]
-        dimension = None if dimension is None else 1 - dimension
-    shape = (shape[0] // plan.expert_shard_count(split.name), *shape[1:])
-    parts = plan.muon_parts(split.name)
-    assert parts is not None
-    return Matrix(
-        name=split.name,
-        parts=parts,
-        shape=shape,
-        dimension=dimension,
-        ranges=() if dimension is None else split.shard_ranges(tensor),
-    )
