@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.parity import lion, muon
+from tests.parity import adafactor, lion, muon
 from tests.parity.plain_training import Update
 
 PLAIN_OPTIMIZERS: Mapping[str, tuple[dict[str, Any], Callable[[Any], Update]]] = {
     "muon": (muon.OPTIMIZER, muon.muon_update),
     "lion": (lion.OPTIMIZER, lion.LionUpdate),
+    "adafactor": (adafactor.OPTIMIZER, adafactor.adafactor_update),
+    "adafactor-unscaled": (adafactor.UNSCALED, adafactor.unscaled_update),
 }
 """Maps an optimizer to its section of the recipe, and to what makes a model's update."""

@@ -89,4 +89,12 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         moment_bytes=4,
         traffic=22 / 30,  # one moment is read and written, not two: host_traffic_bytes
     ),
+    "adafactor": Optimizer(
+        moments=("variance",),
+        factors=True,
+        moment_bytes=4,
+        # A matrix has no moment to read or write; its gradient is read three times and written
+        # once, its weight is read twice: the sums of squares come before the update.
+        traffic=34 / 30,
+    ),
 }

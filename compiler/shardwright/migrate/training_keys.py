@@ -22,7 +22,7 @@ from shardwright.migrate.recipe_draft import (
 from shardwright.recipe.learning_rate_schedules import SCHEDULES, UNPLANNED_SCHEDULES
 from shardwright.recipe.literal_types import ExpertDispatcher
 from shardwright.recipe.optimizer_keys import OPTIMIZER_KEYS
-from shardwright.utils.json_values import JsonValue
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 BATCH, MICRO_BATCH = "training.global_batch_size", "parallelism.micro_batch_size"
 _MICRO_BATCH_ARGUMENTS = (
@@ -344,6 +344,13 @@ _OWN_KINDS: Mapping[str, tuple[str, ...]] = {
     "lion": ("lion", "fusedlion", "deepspeedcpulion", "lion_32bit", "paged_lion_32bit"),
 }
 """Maps a recipe's optimizer to the names of other programs that train exactly so."""
+_TRAINER_KINDS: Mapping[str, tuple[str, ...]] = {**_OWN_KINDS, "adafactor": ("adafactor",)}
+"""Likewise, of transformers' Trainer and of programs that call it."""
+_TRAINER_VALUES: Mapping[str, JsonObject] = {
+    "adafactor": {"scale_parameter": False, "eps": 1e-15},
+}
+"""Maps an optimizer to what the Trainer fixes (trainer_optimizer.py, _get_adafactor); eps is the
+root of optimization.Adafactor's."""
 _SMALLER_STATES = re.compile(r"(paged_)?adamw_(torch_)?(8bit|4bit|32bit|bnb_8bit)|paged_adamw")
 # parameter -> (word, DeepSpeed's default)
 _NUMBERS: dict[str, tuple[str, float]] = {
@@ -368,15 +375,15 @@ _IMPLEMENTATION = frozenset(
 )
 
 
-def _own_kind(kind: str | None) -> str | None:
+def _own_kind(kind: str | None, kinds: Mapping[str, tuple[str, ...]]) -> str | None:
     """Return the recipe's optimizer, other than AdamW, that trains as another program's `kind`."""
-    named = (own for own, names in _OWN_KINDS.items() if kind and kind.lower() in names)
+    named = (own for own, names in kinds.items() if kind and kind.lower() in names)
     return next(named, None)
 
 
 def optimizer(s: ImportSources) -> None:
     kind = as_text(s.get("optimizer.type"))
-    own = _own_kind(kind)
+    own = _own_kind(kind, _OWN_KINDS)
     if kind is not None and own is None and kind.lower() not in _ADAM:
         s.draft.leave(SECTION, "optimizer.type", kind, _why_not_carried(kind))
         for name, value in s.section("optimizer.params").items():
@@ -398,7 +405,7 @@ def optimizer(s: ImportSources) -> None:
             s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
     typed = s.word(as_text, "optim", "optimizer")
     is_adam = typed is None or typed[1].lower() in (*_TRAINER_ADAM_NAMES, *_ADAM)
-    own = own or _own_kind(typed[1] if typed is not None else None)
+    own = own or _own_kind(typed[1] if typed is not None else None, _TRAINER_KINDS)
     if typed is not None and (is_adam or own is not None):
         s.draft.put(f"{SECTION}.name", own or "adamw", typed[0])
     elif typed is not None:
@@ -418,10 +425,14 @@ def optimizer(s: ImportSources) -> None:
     takes = OPTIMIZER_KEYS[own or "adamw"]
     if "betas" in takes:
         _betas(s, _DEFAULT_BETAS.get(own or "", BETAS))
+    fixed = _TRAINER_VALUES.get(own or "", {})
+    for name, value in fixed.items():
+        s.draft.put(f"{SECTION}.{name}", value, f"{typed[0]}: {own}" if typed else f"{own}")
     for name, (word, default) in _NUMBERS.items():
-        if name == "eps" and name not in takes:
+        if name in fixed or (name == "eps" and name not in takes):
             if (found := s.setting(word)) is not None:
-                s.draft.leave(SECTION, found.written, found.text, f"{own} has no eps")
+                why = f"{own} does not read it"
+                s.draft.leave(SECTION, found.written, found.text, why)
             continue
         key, path = f"{SECTION}.{name}", f"optimizer.params.{name}"
         if s.has_document:
@@ -452,7 +463,7 @@ def _why_not_carried(kind: str) -> str:
             "write `name: muon` with its `lr` and `adamw_lr` yourself: a recipe's muon clips the "
             "gradient, DeepSpeed's the orthogonalized update, so their learning rates differ"
         )
-    return "import carries AdamW alone, whose learning rate is another one"
+    return "import carries AdamW, Lion and Adafactor alone, whose learning rates are other ones"
 
 
 def _betas(s: ImportSources, defaults: tuple[float, float]) -> None:

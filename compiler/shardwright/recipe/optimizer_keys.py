@@ -13,12 +13,21 @@ OPTIMIZER_KEYS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps"),
     "muon": ("betas", "eps", "momentum", "ns_steps", "adamw_lr"),
     "lion": ("betas",),
+    "adafactor": ("eps", "beta2_decay", "clip_threshold", "scale_parameter", "scale_eps"),
 }
 """Maps an optimizer to the keys that it takes beside name, lr and weight_decay."""
 
 OPTIMIZER_DEFAULTS: Mapping[str, JsonObject] = {
     "muon": {"lr": 0.02, "momentum": 0.95, "ns_steps": 5, "adamw_lr": 3e-4},
     "lion": {"lr": 1e-4, "betas": [0.9, 0.99]},
+    "adafactor": {
+        "lr": 1e-2,
+        "eps": 1.1920929e-07,  # torch's default, of fp32
+        "beta2_decay": -0.8,
+        "clip_threshold": 1.0,
+        "scale_parameter": True,
+        "scale_eps": 1e-3,
+    },
 }
 """Maps an optimizer to the defaults of its own keys, and to those that differ from the schema's."""
 

@@ -154,8 +154,8 @@ class OuterSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
     """Holds the optimizer. momentum, ns_steps, adamw_lr: of Muon, which has `lr`, while AdamW has
-    `betas` and `eps`; None under other optimizers. recipe/optimizer_keys.py lists which takes
-    which."""
+    `betas` and `eps`. beta2_decay, clip_threshold, scale_parameter, scale_eps: of Adafactor. None
+    under other optimizers: recipe/optimizer_keys.py lists which takes which."""
 
     name: str  # a row of layout/optimizers.py
     lr: float
@@ -165,6 +165,10 @@ class OptimizerSection:
     momentum: float | None = None
     ns_steps: int | None = None
     adamw_lr: float | None = None
+    beta2_decay: float | None = None
+    clip_threshold: float | None = None
+    scale_parameter: bool | None = None
+    scale_eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

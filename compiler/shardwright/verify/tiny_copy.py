@@ -19,7 +19,7 @@ from shardwright.layout.layout import Layout
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_patterns
 from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
-from shardwright.recipe.optimizer_keys import OPTIMIZER_KEYS
+from shardwright.recipe.optimizer_keys import OPTIMIZER_DEFAULTS, OPTIMIZER_KEYS
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, LoraSection, OptimizerSection, Recipe
 from shardwright.search.attention_rules import length_switches
 from shardwright.utils.json_values import JsonObject, JsonValue
@@ -169,6 +169,8 @@ def _tiny_optimizer(optimizer: OptimizerSection) -> JsonObject:
         "momentum": optimizer.momentum,
         "ns_steps": optimizer.ns_steps,
         "adamw_lr": LR,
+        # torch's Adafactor, which stands beside the ranks, always scales the rate.
+        **({**OPTIMIZER_DEFAULTS[name], "lr": LR} if name == "adafactor" else {}),
     }
     taken = {key: values[key] for key in OPTIMIZER_KEYS[name]}
     return {"name": name, "lr": LR, "weight_decay": DECAY, **taken}

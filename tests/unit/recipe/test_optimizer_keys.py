@@ -58,11 +58,24 @@ def test_lion_has_defaults_of_its_own(tmp_path: Path) -> None:
     assert (own.lr, own.betas) == (3e-5, (0.95, 0.98))
 
 
+def test_adafactor_has_defaults_of_its_own(tmp_path: Path) -> None:
+    section = loaded(tmp_path, "{name: adafactor}").training.optimizer
+    assert (section.lr, section.eps, section.scale_eps) == (1e-2, 1.1920929e-07, 1e-3)
+    assert (section.beta2_decay, section.clip_threshold) == (-0.8, 1.0)
+    assert section.scale_parameter is True
+    own = loaded(tmp_path, "{name: adafactor, scale_parameter: false, clip_threshold: 2}")
+    assert own.training.optimizer.scale_parameter is False
+    assert own.training.optimizer.clip_threshold == 2
+
+
 @pytest.mark.parametrize(
     ("optimizer", "key", "owners"),
     [
         ("{name: lion, eps: 1e-8}", "eps", "adamw"),
         ("{name: lion, momentum: 0.9}", "momentum", "muon"),
+        ("{name: adafactor, betas: [0.9, 0.95]}", "betas", "adamw"),
+        ("{name: adamw, scale_parameter: false}", "scale_parameter", "adafactor"),
+        ("{clip_threshold: 1.5}", "clip_threshold", "adafactor"),
     ],
 )
 def test_a_key_of_other_optimizers_is_refused(

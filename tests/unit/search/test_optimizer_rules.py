@@ -20,12 +20,12 @@ def with_optimizer(config: Config, name: str) -> Recipe:
 
 
 @pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2])
-@pytest.mark.parametrize("name", ["lion"])
+@pytest.mark.parametrize("name", ["lion", "adafactor"])
 def test_accepted(config: Config, name: str) -> None:
     assert not found(with_optimizer(config, name), config)
 
 
-@pytest.mark.parametrize("name", ["lion"])
+@pytest.mark.parametrize("name", ["lion", "adafactor"])
 def test_unverified_settings_are_refused(name: str) -> None:
     recipe = with_optimizer(SMALL_LLAMA, name)
     refused = found(recipe, SMALL_LLAMA, offload="optimizer")["SW3232"]
@@ -34,7 +34,7 @@ def test_unverified_settings_are_refused(name: str) -> None:
     assert found(replace(recipe, lora=lora), SMALL_LLAMA)["SW3232"].key == ("lora",)
 
 
-@pytest.mark.parametrize("name", ["muon", "lion"])
+@pytest.mark.parametrize("name", ["muon", "lion", "adafactor"])
 def test_megatron_names_what_runs(name: str) -> None:
     recipe = replace(with_optimizer(SMALL_LLAMA, name), target="megatron")
     errors = engine_recipe_errors(ENGINES["megatron"], recipe)

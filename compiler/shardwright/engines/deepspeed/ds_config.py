@@ -305,7 +305,12 @@ def zero_section(strategy: Layout, *, numel: int, device: DeviceKind) -> JsonObj
 STEPS_PER_PRINT_NEVER = 1_000_000_000
 
 
-OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "AdamW", "muon": "MuonAdamW", "lion": "Lion"}
+OPTIMIZER_NAMES: Mapping[str, str] = {
+    "adamw": "AdamW",
+    "muon": "MuonAdamW",
+    "lion": "Lion",
+    "adafactor": "ShardedAdafactor",
+}
 """Maps a recipe's optimizer to DeepSpeed's `optimizer.type`, or to this project's class."""
 OWN_OPTIMIZERS = frozenset(OPTIMIZER_NAMES) - {"adamw"}
 """Lists the optimizers that the ranks build (own_optimizers.py): DeepSpeed gets no `optimizer`."""

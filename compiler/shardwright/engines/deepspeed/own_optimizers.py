@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwright.engines.deepspeed.adafactor_optimizer import ShardedAdafactor
 from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
 from shardwright.parallel.lion import Lion
 from shardwright.plan.plan import Plan
@@ -22,5 +23,6 @@ def own_optimizer(plan: Plan) -> OptimizerOfGroups | None:
     builders: dict[str, OptimizerOfGroups] = {
         "muon": partial(MuonAdamW, plan),
         "lion": partial(Lion, lr=optimizer.lr, betas=optimizer.betas),
+        "adafactor": partial(ShardedAdafactor, plan),
     }
     return builders.get(optimizer.name)

@@ -55,7 +55,13 @@ class ReferenceMuon:
 def optimizer_builder(optimizer: OptimizerSection) -> OptimizerOfGroups | None:
     """Return what builds a plan's optimizer of parameter groups; None for AdamW."""
     builders: dict[str, OptimizerOfGroups] = {
-        "lion": partial(Lion, lr=optimizer.lr, betas=optimizer.betas)
+        "lion": partial(Lion, lr=optimizer.lr, betas=optimizer.betas),
+        "adafactor": partial(
+            torch.optim.Adafactor,
+            beta2_decay=optimizer.beta2_decay or 0.0,
+            eps=(optimizer.eps, optimizer.scale_eps or 0.0),
+            d=optimizer.clip_threshold or 1.0,
+        ),
     }
     return builders.get(optimizer.name)
 

@@ -1,0 +1,58 @@
+"""Adafactor trains as torch's does in one process, under every ZeRO stage and kind of rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from shardwright.utils.numeric_difference import largest_difference
+from tests.parity.case_launches import launched
+from tests.parity.harness import LOSS_ABSOLUTE, Case
+
+NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-5
+
+adafactor = partial(Case, optimizer="adafactor")
+TWO: dict[str, Case] = {
+    "llama-zero0": adafactor(model="llama", data=2, zero_stage=0),
+    "llama-zero1": adafactor(model="llama", data=2),
+    "gpt2-zero2": adafactor(model="gpt2-wide", data=2, zero_stage=2),
+    "llama-tied-zero3": adafactor(model="llama-tied", data=2, zero_stage=3),
+    "llama-tied-pp2": adafactor(model="llama-tied", pipeline=2),
+    "llama-tp2": adafactor(model="llama", tensor=2),
+    "gpt2-tp2-zero0": adafactor(model="gpt2-wide", tensor=2, zero_stage=0),
+    "llama-context2": adafactor(model="llama", context=2),
+    "qwen3-moe-expert2": adafactor(model="qwen3_moe-wide", data=2, expert=2),
+    "unscaled-llama-zero3": Case(
+        model="llama", data=2, zero_stage=3, optimizer="adafactor-unscaled"
+    ),
+    "resumed-llama-tied-pp2": adafactor(model="llama-tied", pipeline=2),
+    "resumed-gpt2-tp2": adafactor(model="gpt2-wide", tensor=2),
+    "resumed-qwen3-moe-expert2": adafactor(model="qwen3_moe-wide", data=2, expert=2, zero_stage=3),
+}
+FOUR: dict[str, Case] = {
+    "llama-tp4": adafactor(model="llama", tensor=4),
+    "llama-tied-tp2-zero3": adafactor(model="llama-tied", tensor=2, data=2, zero_stage=3),
+    "qwen3-moe-expert2-tp2": adafactor(
+        model="qwen3_moe-wide", data=2, expert=2, tensor=2, zero_stage=3
+    ),
+    "qwen3-moe-expert2-pp2": adafactor(model="qwen3_moe-wide", data=2, expert=2, pipeline=2),
+    "resumed-qwen3-moe-expert2-tp2": adafactor(model="qwen3_moe-wide", data=2, expert=2, tensor=2),
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
+def test_adafactor_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
+    found = launched(cases, tmp_path, "optimizer_worker.py")
+    assert largest_difference(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
+    assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
+    assert largest_difference(line["weight"] for line in found.values()) <= WEIGHT_ABSOLUTE, found
+    assert all(line["state bytes"] > 100_000 for line in found.values())
+    # Dummies that even out the groups of pipeline stages are not counted.
+    assert all(
+        line["state bytes off"] <= (72 if cases[name].pipeline > 1 else 0)
+        for name, line in found.items()
+        if cases[name].tensor == 1
+    ), found
