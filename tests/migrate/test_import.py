@@ -546,6 +546,8 @@ _OPTIMIZED = (
     [
         ("lion_32bit", {"name": "lion", "betas": [0.9, 0.98]}),
         ("paged_lion_32bit", {"name": "lion", "betas": [0.9, 0.98]}),
+        ("adamw_bnb_8bit", {"name": "adamw_8bit", "betas": [0.9, 0.98], "eps": 1e-8}),
+        ("adamw_torch_8bit", {"name": "adamw_8bit", "betas": [0.9, 0.98], "eps": 1e-8}),
         ("adafactor", {"name": "adafactor", "scale_parameter": False, "eps": 1e-15}),
         ("adamw_torch", {"name": "adamw", "betas": [0.9, 0.98], "eps": 1e-8}),
     ],

@@ -198,6 +198,14 @@ MODELS = {
     },
     # Under Muon rounding errors matter where a gradient, or the lead of a chosen expert, is near 0:
     # with larger weights neither is.
+    # Rows of 512: two tensor ranks cut no block of 256 elements.
+    "llama-512": {
+        **LLAMA,
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    },
+    "gpt2-512": {**GPT2, "n_embd": 512, "n_layer": 2, "initializer_range": 0.1},
     "gpt2-wide": {**GPT2, "initializer_range": 0.1},
     "qwen3_moe-wide": {
         **LLAMA,

@@ -104,7 +104,7 @@ def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
 
 def _weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
     """Largest, of the fp32 weights that this rank owns."""
-    at, splits, off = plan.ranks[dist.get_rank()], parameter_splits(plan), []
+    at, splits, off = plan.ranks[dist.get_rank()], parameter_splits(plan, trainer.transposed), []
     for f in trainer.owned_shards():
         if "fp32" not in f.states:
             continue

@@ -269,6 +269,13 @@ def recipes() -> tuple[Recipe, ...]:
             },
         ),
         recipe_of(
+            cluster=cluster,
+            training={
+                **training,
+                "optimizer": dataclasses.replace(plain.training.optimizer, name="adamw_8bit"),
+            },
+        ),
+        recipe_of(
             cluster={
                 "nodes": 5,
                 "gpus_per_node": 4,

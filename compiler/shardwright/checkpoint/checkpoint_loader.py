@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,8 +19,15 @@ from shardwright.checkpoint.checkpoint_manifest import SavedTensor, damage, read
 from shardwright.checkpoint.checkpoint_storage import CheckpointStore
 from shardwright.checkpoint.random_state import set_random_state
 from shardwright.diagnostics import Refusal
-from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard, Trainer
+from shardwright.engines.trainer_protocol import (
+    OptimizerCounters,
+    OwnedShard,
+    Trainer,
+    state_name,
+)
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.parameter_sharding import ParameterSharding
+from shardwright.layout.quantized_moments import is_quantized, scale_sharding
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.plan.plan import Plan, read_plan
 
@@ -205,8 +212,24 @@ def cut(split: ParameterSharding, whole: torch.Tensor, tensor_rank: int) -> torc
     )
 
 
-def parameter_splits(plan: Plan) -> dict[str, ParameterSharding]:
-    return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+def parameter_splits(plan: Plan, transposed: frozenset[str]) -> dict[str, ParameterSharding]:
+    """Return the sharding of each parameter, and of the scales of quantized moments.
+
+    transposed: the trainer's
+    """
+    found = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+    if not OPTIMIZERS[plan.optimizer.name].quantizes:
+        return found
+    for p in tuple(found.values()):
+        if is_quantized(math.prod(p.shape)):
+            turned = p
+            if p.name in transposed:
+                dimension = None if p.dimension is None else 1 - p.dimension
+                turned = replace(p, shape=p.shape[::-1], dimension=dimension)
+            for moment in OPTIMIZERS[plan.optimizer.name].moments:
+                name = state_name(p.name, f"{moment}_scale")
+                found[name] = scale_sharding(turned, name)
+    return found
 
 
 def replicated_split(
@@ -226,7 +249,7 @@ def read_states(plan: Plan, trainer: Trainer, checkpoint: Path, names: tuple[str
     """Read those states that the checkpoint has into the trainer's; return their names. Raises
     SW6201."""
     present: set[str] = set()
-    splits = parameter_splits(plan)
+    splits = parameter_splits(plan, trainer.transposed)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in trainer.owned_shards():
             saved = reader.saved(f.name).states
@@ -260,7 +283,7 @@ def _read_fragment(
 
 def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
     """Load a checkpoint of any layout (collective); return its step. Raises SW6201."""
-    rank, splits = dist.get_rank(), parameter_splits(plan)
+    rank, splits = dist.get_rank(), parameter_splits(plan, trainer.transposed)
     if (
         plan.checkpoint.upload_to
         and plan.ranks[rank].slot == 0

@@ -372,7 +372,7 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def fragments_to_write(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, OwnedShard]]:
     """Return (shard, fragment) for what this rank writes: only one rank writes each replica."""
     at = plan.ranks[rank]
-    splits = parameter_splits(plan)
+    splits = parameter_splits(plan, trainer.transposed)
     mine = []
     for f in trainer.owned_shards():
         split = splits.get(f.name)
@@ -441,7 +441,7 @@ def _manifest(
     rank_files: list[tuple[list[WrittenFragment], WrittenFiles]],
     origin: SaveMetadata,
 ) -> Manifest:
-    splits = parameter_splits(plan)
+    splits = parameter_splits(plan, trainer.transposed)
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
     shards: dict[str, dict[int, list[Fragment]]] = {}

@@ -22,6 +22,7 @@ from shardwright.layout.formats import MASTER_BYTES, element_bytes
 from shardwright.layout.layout_estimate import Memory, StageMemory
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
+from shardwright.layout.quantized_moments import BLOCK, CHUNK_BLOCKS
 from shardwright.layout.zero_settings import BUCKET_NUMEL, LIVE_NUMEL, MUON_BUCKET_NUMEL
 from shardwright.recipe.recipe_types import Recipe
 
@@ -476,12 +477,14 @@ def _matrix_update_bytes(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -
     Adafactor's (engines/deepspeed/adafactor_optimizer.py) are the squares, the root and a copy of
     a rank's share of the largest weight. Muon's (parallel/newton_schulz.py) are a bucket of
     gathered weights or the copy of one, its result, and in an iteration X, two products and the
-    next X of some experts.
+    next X of some experts. 8-bit AdamW's are a chunk's gradient, moments, squares and codes.
     """
     if not priced.matrix_numel_of(blocks):
         return 0.0
     s = priced.strategy
     weight = priced.largest_matrices / (s.expert if s.shards_experts else 1)
+    if OPTIMIZERS[priced.recipe.training.optimizer.name].quantizes:
+        return 8 * MASTER_BYTES * min(CHUNK_BLOCKS * BLOCK, weight)
     if priced.factors:
         owners = s.zero_world_size if s.zero_stage == 3 else 1
         return 3 * MASTER_BYTES * weight / (s.tensor * owners)

@@ -6,6 +6,7 @@ import functools
 
 from shardwright.layout.muon_matrices import muon_parameters
 from shardwright.layout.optimizers import OPTIMIZERS
+from shardwright.layout.quantized_moments import is_quantized
 from shardwright.models.model_graph import ModelGraph, Parameter, name_pattern
 from shardwright.models.trainable_parameters import frozen_parameter_names
 
@@ -15,25 +16,26 @@ def matrix_parameters(
 ) -> tuple[Parameter, ...]:
     """Return those parameters, each once, in the model's order.
 
-    They are Muon's matrices, or where the second moment is factored all trained parameters of two
-    or more dimensions.
+    They are Muon's matrices, the trained parameters of two or more dimensions where the second
+    moment is factored, or those that are large enough to be quantized.
     """
     row = OPTIMIZERS[optimizer]
     if row.orthogonalizes:
         return muon_parameters(graph, freeze)
-    return _stacked_parameters(graph, freeze) if row.factors else ()
+    trained = _trained_parameters(graph, freeze) if row.factors or row.quantizes else ()
+    if row.quantizes:
+        return tuple(p for p in trained if is_quantized(p.numel))
+    return tuple(p for p in trained if len(p.shape) >= 2)
 
 
 @functools.lru_cache(maxsize=64)
-def _stacked_parameters(graph: ModelGraph, freeze: tuple[str, ...]) -> tuple[Parameter, ...]:
+def _trained_parameters(graph: ModelGraph, freeze: tuple[str, ...]) -> tuple[Parameter, ...]:
     frozen, untrained = frozen_parameter_names(graph, freeze), set(graph.cut.untrained)
     found = {
         p.name: p
         for layer in graph.layers
         for p in layer.parameters
-        if len(p.shape) >= 2
-        and p.name not in frozen
-        and not {p.name, name_pattern(p.name)} & untrained
+        if p.name not in frozen and not {p.name, name_pattern(p.name)} & untrained
     }
     return tuple(found.values())
 

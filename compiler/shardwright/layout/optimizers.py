@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.layout.formats import FORMATS, MASTER_BYTES, element_bytes
+from shardwright.layout.quantized_moments import BLOCK
 from shardwright.recipe.literal_types import Offload
 
 
@@ -16,6 +17,8 @@ class Optimizer:
     moments: state tensors beside the master copy, by the names that checkpoints give them.
     orthogonalizes: matrices of the decoder layers have other moments (layout/muon_matrices.py).
     factors: parameters of two or more dimensions have others, one element a row and a column.
+    quantizes: large parameters have moments of a byte an element, with an fp32 scale a block
+        (layout/quantized_moments.py).
     matrix_moments: those other moments that are like the parameter.
     moment_bytes: bytes of an element of each. traffic: GPU memory traffic of an update over
     AdamW's, which calibration measures. Each engine lists those it supports
@@ -27,6 +30,7 @@ class Optimizer:
     traffic: float
     orthogonalizes: bool = False
     factors: bool = False
+    quantizes: bool = False
     matrix_moments: tuple[str, ...] = ()
 
     @property
@@ -35,8 +39,10 @@ class Optimizer:
         return len(self.moments) * self.moment_bytes
 
     @property
-    def matrix_saving_bytes(self) -> int:
+    def matrix_saving_bytes(self) -> float:
         """Return by how many bytes a matrix's moments are smaller than `moments_bytes`."""
+        if self.quantizes:
+            return self.moments_bytes - len(self.moments) * (1 + MASTER_BYTES / BLOCK)
         differs = self.orthogonalizes or self.factors
         spared = len(self.moments) - len(self.matrix_moments) if differs else 0
         return spared * self.moment_bytes
@@ -88,6 +94,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         moments=("exp_avg",),
         moment_bytes=4,
         traffic=22 / 30,  # one moment is read and written, not two: host_traffic_bytes
+    ),
+    "adamw_8bit": Optimizer(
+        moments=("exp_avg", "exp_avg_sq"),
+        quantizes=True,
+        moment_bytes=4,
+        # Codes are read, scaled, blended, measured, divided and rounded in passes of their own:
+        # some 190 bytes an element, of 80 for the passes of torch's AdamW.
+        traffic=2.4,
     ),
     "adafactor": Optimizer(
         moments=("variance",),

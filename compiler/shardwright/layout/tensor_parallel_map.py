@@ -254,6 +254,16 @@ def _blocks(graph: ModelGraph, style: str, full: int) -> tuple[int, ...]:
     return (full // 2, full // 2) if style.startswith("packed") else (full,)
 
 
+def weight_orientation(graph: ModelGraph, parameter: Parameter, degree: int) -> ParameterSharding:
+    """Return how a parameter is sharded, in the orientation (out, in)."""
+    split = split_parameter(graph, parameter, degree)
+    is_linear = len(parameter.shape) == 2 and _style(graph, parameter) not in VOCABULARY_STYLES
+    if graph.model_type not in TRANSPOSED_LINEAR_TYPES or not is_linear:
+        return split
+    dimension = None if split.dimension is None else 1 - split.dimension
+    return replace(split, shape=split.shape[::-1], dimension=dimension)
+
+
 def fused_blocks(graph: ModelGraph, parameter: Parameter) -> tuple[int, ...] | None:
     """Return the output features of each matrix that a weight joins; () where it is one matrix.
 

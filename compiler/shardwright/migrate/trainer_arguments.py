@@ -20,7 +20,7 @@ from shardwright.migrate.recipe_draft import (
     as_text,
     redacted,
 )
-from shardwright.migrate.training_keys import SCHEDULE, schedule_of, warmup_steps
+from shardwright.migrate.training_keys import SCHEDULE, SECTION, schedule_of, warmup_steps
 from shardwright.migrate.training_programs import UNKNOWN_SCRIPT
 from shardwright.recipe.learning_rate_schedules import SCHEDULES
 from shardwright.recipe.objectives import PREFERENCE_KIND
@@ -289,6 +289,10 @@ def _lora(s: ImportSources) -> None:
         s.draft.take(wanted[0], "lora")
     if is_on is False or (rank is None and is_on is None and "lora_r" not in s.settings):
         return
+    if s.draft.values.get(f"{SECTION}.name") == "adamw_8bit":
+        # Adapters are small: moments in fp32 train at least as well.
+        s.draft.values[f"{SECTION}.name"] = "adamw"
+        s.draft.note(SECTION, "adapters have moments in fp32: adamw_8bit does not train them")
     if s.settle("lora.rank", as_count, "lora_r", "lora_rank") is None:
         s.draft.ask("lora.rank", "the rank of the adapters")
     s.settle("lora.alpha", as_number, "lora_alpha")

@@ -344,7 +344,11 @@ _OWN_KINDS: Mapping[str, tuple[str, ...]] = {
     "lion": ("lion", "fusedlion", "deepspeedcpulion", "lion_32bit", "paged_lion_32bit"),
 }
 """Maps a recipe's optimizer to the names of other programs that train exactly so."""
-_TRAINER_KINDS: Mapping[str, tuple[str, ...]] = {**_OWN_KINDS, "adafactor": ("adafactor",)}
+_TRAINER_KINDS: Mapping[str, tuple[str, ...]] = {
+    **_OWN_KINDS,
+    "adafactor": ("adafactor",),
+    "adamw_8bit": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+}
 """Likewise, of transformers' Trainer and of programs that call it."""
 _TRAINER_VALUES: Mapping[str, JsonObject] = {
     "adafactor": {"scale_parameter": False, "eps": 1e-15},
@@ -408,6 +412,9 @@ def optimizer(s: ImportSources) -> None:
     own = own or _own_kind(typed[1] if typed is not None else None, _TRAINER_KINDS)
     if typed is not None and (is_adam or own is not None):
         s.draft.put(f"{SECTION}.name", own or "adamw", typed[0])
+        if own == "adamw_8bit" and typed[1].lower() != "adamw_torch_8bit":
+            why = "the Trainer's bitsandbytes has embeddings' moments in fp32, a recipe has not"
+            s.draft.note(SECTION, why)
     elif typed is not None:
         s.draft.leave(SECTION, typed[0], typed[1], _why_not_carried(typed[1]))
         if not _SMALLER_STATES.fullmatch(typed[1].lower()):

@@ -22,6 +22,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Memory, Time, Training
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.parameter_sharding import TensorParallelMap
+from shardwright.layout.quantized_moments import is_quantized
 from shardwright.models.model_files import RemoteCode
 from shardwright.models.model_graph import PipelineSplit, name_pattern
 from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
@@ -321,11 +322,13 @@ class Plan:
     def matrix_elements(self) -> int:
         """Return the elements of the parameters whose optimizer states differ."""
         named = {p.name: p.shape for m in self.tensor_parallel.modules for p in m.parameters}
-        factors = OPTIMIZERS[self.optimizer.name].factors
+        row = OPTIMIZERS[self.optimizer.name]
         return sum(
             math.prod(shape)
             for name, shape in named.items()
-            if (factors and len(shape) >= 2) or (self.muon and self.muon_parts(name) is not None)
+            if (row.factors and len(shape) >= 2)
+            or (row.quantizes and is_quantized(math.prod(shape)))
+            or (self.muon and self.muon_parts(name) is not None)
         )
 
     def expert_shard_count(self, parameter: str) -> int:

@@ -12,6 +12,7 @@ SECTION = "training.optimizer"
 OPTIMIZER_KEYS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps"),
     "muon": ("betas", "eps", "momentum", "ns_steps", "adamw_lr"),
+    "adamw_8bit": ("betas", "eps"),
     "lion": ("betas",),
     "adafactor": ("eps", "beta2_decay", "clip_threshold", "scale_parameter", "scale_eps"),
 }

@@ -10,7 +10,11 @@ from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
 from shardwright.layout.muon_matrices import unsplit_parameter
+from shardwright.layout.optimizer_matrices import matrix_parameters
 from shardwright.layout.optimizers import OPTIMIZERS
+from shardwright.layout.quantized_moments import BLOCK, keeps_blocks
+from shardwright.layout.tensor_parallel_map import weight_orientation
+from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_support import torch_compile_types
 from shardwright.models.trainable_parameters import (
     MODEL_PARTS,
@@ -246,6 +250,27 @@ def muon_matrices_are_known(x: Candidate) -> Diagnostic | None:
     )
 
 
+def blocks_of_moments_are_kept(x: Candidate) -> Diagnostic | None:
+    """Ranks that share a block of 8-bit moments would scale it otherwise than one process."""
+    s, optimizer = x.strategy, x.recipe.training.optimizer.name
+    if not OPTIMIZERS[optimizer].quantizes or max(s.tensor, s.expert) == 1:
+        return None
+    experts = expert_modules(x.graph) if s.shards_experts else {}
+    for p in matrix_parameters(optimizer, x.graph, x.recipe.model.freeze):
+        parts = s.expert if p.name.rpartition(".")[0] in experts else 1
+        if not keeps_blocks(weight_orientation(x.graph, p, s.tensor), parts):
+            axis = "tensor" if s.tensor > 1 else "expert"
+            return found(
+                "SW3233",
+                f"parallelism.{axis}",
+                f"{axis} {getattr(s, axis)} cuts blocks of {BLOCK} elements of {p.name} "
+                f"{list(p.shape)}, which {optimizer} quantizes with one scale",
+                f"Lower it until each rank's rows are multiples of {BLOCK}, or write "
+                "`training.optimizer: {name: adamw}`.",
+            )
+    return None
+
+
 def optimizer_verified(x: Candidate) -> Diagnostic | None:
     """Verified beside AdamW are ZeRO 0 to 3, tensor, pipeline, context and expert ranks, of text
     models."""
@@ -274,7 +299,7 @@ def optimizer_verified(x: Candidate) -> Diagnostic | None:
 
 
 def objective_verified(x: Candidate) -> Diagnostic | None:
-    """Refuse SW3233: preference objectives where they were not compared with a plain process."""
+    """Refuse SW3234: preference objectives where they were not compared with a plain process."""
     objective = x.recipe.training.objective
     if objective.name == NEXT_TOKEN:
         return None
@@ -289,7 +314,7 @@ def objective_verified(x: Candidate) -> Diagnostic | None:
     for key, (is_refused, what) in refused.items():
         if is_refused:
             return found(
-                "SW3233",
+                "SW3234",
                 key,
                 f"the objective {objective.name} is not verified with {what}",
                 "Change it, or write `training.objective: {name: next-token}`.",

@@ -154,10 +154,11 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
     }
 
 
-STANDS_IN_FOR: Mapping[str, str] = {"lion": "adamw"}
+STANDS_IN_FOR: Mapping[str, str] = {"lion": "adamw", "adamw_8bit": "adamw"}
 """Maps an optimizer to the one that trains the tiny copy in its place.
 
-Lion's sign turns the last bit of a gradient into a step, so two right runs may differ.
+Lion's sign turns the last bit of a gradient into a step, so two right runs may differ; a tiny
+copy's weights are cut inside blocks of 8-bit moments.
 """
 
 

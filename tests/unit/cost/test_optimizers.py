@@ -87,3 +87,14 @@ def test_adafactors_checkpoint_has_them_once() -> None:
     assert checkpoint_bytes("adafactor") == pytest.approx(
         4 * (GRAPH.total_parameters + VECTORS + FACTORS)
     )
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_8_bit_moments_have_a_byte_and_a_scale(zero_stage: int) -> None:
+    adamw, small = (estimate(name, zero_stage=zero_stage) for name in ("adamw", "adamw_8bit"))
+    [of_adamw], [of_small] = adamw.memory.stages, small.memory.stages
+    each = 4 + 2 * (1 + 4 / 256)  # every parameter has a multiple of 256 elements
+    assert of_small.optimizer_bytes == pytest.approx(each * GRAPH.total_parameters / 8)
+    assert of_adamw.gradients_bytes == of_small.gradients_bytes
+    assert checkpoint_bytes("adamw_8bit") == pytest.approx(each * GRAPH.total_parameters)
+    assert small.time.optimizer_seconds > adamw.time.optimizer_seconds

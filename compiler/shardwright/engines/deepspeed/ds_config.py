@@ -308,6 +308,7 @@ STEPS_PER_PRINT_NEVER = 1_000_000_000
 OPTIMIZER_NAMES: Mapping[str, str] = {
     "adamw": "AdamW",
     "muon": "MuonAdamW",
+    "adamw_8bit": "ShardedAdamW8bit",
     "lion": "Lion",
     "adafactor": "ShardedAdafactor",
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.engines.deepspeed.adafactor_optimizer import ShardedAdafactor
+from shardwright.engines.deepspeed.adamw_8bit_optimizer import ShardedAdamW8bit
 from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
 from shardwright.parallel.lion import Lion
 from shardwright.plan.plan import Plan
@@ -22,6 +23,7 @@ def own_optimizer(plan: Plan) -> OptimizerOfGroups | None:
     optimizer = plan.optimizer
     builders: dict[str, OptimizerOfGroups] = {
         "muon": partial(MuonAdamW, plan),
+        "adamw_8bit": partial(ShardedAdamW8bit, plan),
         "lion": partial(Lion, lr=optimizer.lr, betas=optimizer.betas),
         "adafactor": partial(ShardedAdafactor, plan),
     }

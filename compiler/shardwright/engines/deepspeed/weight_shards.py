@@ -183,20 +183,22 @@ class SharingRanks:
             dist.all_reduce(values, group=self.group)
 
 
-def sharing_ranks(plan: Plan) -> dict[bool, SharingRanks]:
+def sharing_ranks(plan: Plan, *, same_tensor_rank: bool = False) -> dict[bool, SharingRanks]:
     """Build the groups of ranks that share weights: False of a stage, True of its experts of one
-    expert rank. Collective."""
+    expert rank. Collective.
+
+    same_tensor_rank: those that share a tensor shard
+    """
     dense: dict[tuple[int, ...], list[int]] = {}
     experts: dict[tuple[int, ...], list[int]] = {}
     for r in plan.ranks:
-        dense.setdefault((r.pipeline,), []).append(r.rank)
-        experts.setdefault((r.pipeline, plan.expert_rank_of(r)), []).append(r.rank)
-    of_stage = SharingRanks(*own_group(dense.values()))
+        place = (r.pipeline, r.tensor if same_tensor_rank else 0)
+        dense.setdefault(place, []).append(r.rank)
+        experts.setdefault((*place, plan.expert_rank_of(r)), []).append(r.rank)
+    found = {False: SharingRanks(*own_group(dense.values()))}
     is_split = plan.strategy.expert > 1
-    return {
-        False: of_stage,
-        True: SharingRanks(*own_group(experts.values())) if is_split else of_stage,
-    }
+    found[True] = SharingRanks(*own_group(experts.values())) if is_split else found[False]
+    return found
 
 
 def numel_on_every_rank(owned: Mapping[str, OwnedElements]) -> list[dict[str, int]]:
