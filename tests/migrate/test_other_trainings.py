@@ -43,7 +43,7 @@ FILES = {
 MODEL = "--model_name_or_path a/b --learning_rate 1e-5"
 COMMANDS = {
     **{f"trl {name} {MODEL}": ("TRL", t) for name, t in {
-        "dpo": "preferences", "kto": "preferences", "reward": "a reward model",
+        "kto": "preferences", "reward": "a reward model",
         "grpo": "a policy by reinforcement", "rloo": "a policy by reinforcement",
         "gkd": "a student by distillation",
     }.items()},

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from deepspeed import comm as dist
+from safetensors.torch import load_file
 
 from shardwright.checkpoint.checkpoint_loader import cut, load_checkpoint, parameter_splits
 from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
+from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.compile.recipe_compiler import read_problem
 from shardwright.cost.peak_memory import estimate_memory
 from shardwright.engines.deepspeed.deepspeed_optimizer_shards import base_optimizer
@@ -39,7 +41,7 @@ RESUMED = "resumed-"
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
-    results, first = [], 1
+    results, first, exported = [], 1, 0.0
     if folder.name.startswith(RESUMED):
         writer = dataclasses.replace(
             case,
@@ -55,6 +57,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         trainer = build_trainer(plan, folder / "writer")
         results, first = train(plan, folder / "writer", trainer, 1, SAVED), SAVED + 1
         save_checkpoint(plan, folder / "writer", trainer, SAVED)
+        exported = _exported_difference(plan, folder / "writer", trainer)
     plan = _compiled(case, folder)
     trainer = build_trainer(plan, folder, resumes=first > 1)
     if first > 1:
@@ -72,6 +75,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
         "weight": _weight_difference(plan, trainer, wanted),
         "undecided": _undecided_share(wanted),
+        "exported": exported,
     }
 
 
@@ -116,6 +120,23 @@ def _weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float
         mine = f.states["fp32"]
         whole = whole.reshape(-1)[f.start : f.start + mine.numel()]
         off.append(max_abs_diff(mine, torch.where(whole.isnan(), mine, whole)))
+    return largest_difference(off)
+
+
+def _exported_difference(plan: Plan, folder: Path, trainer: Trainer) -> float:
+    """Largest, of the exported checkpoint's weights that this rank owns. Collective."""
+    step = folder / plan.checkpoint.directory / f"step-{SAVED:08d}"
+    if dist.get_rank() == 0:
+        export_checkpoint(step, folder / "hf")
+    dist.barrier()
+    written = load_file(folder / "hf" / "model.safetensors")
+    assert not [name for name in written if "@" in name]
+    off = []
+    for f in trainer.owned_shards():
+        if "fp32" in f.states and f.name in written:  # experts are exported one by one
+            whole = written[f.name].t() if f.name in trainer.transposed else written[f.name]
+            mine = f.states["fp32"]
+            off.append(max_abs_diff(mine, whole.reshape(-1)[f.start : f.start + mine.numel()]))
     return largest_difference(off)
 
 

@@ -49,6 +49,7 @@ def test_adafactor_trains_as_one_process(cases: dict[str, Case], tmp_path: Path)
     assert largest_difference(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
     assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
     assert largest_difference(line["weight"] for line in found.values()) <= WEIGHT_ABSOLUTE, found
+    assert all(line["exported"] == 0 for line in found.values()), found
     assert all(line["state bytes"] > 100_000 for line in found.values())
     # Dummies that even out the groups of pipeline stages are not counted.
     assert all(

@@ -42,6 +42,7 @@ def test_adamw_8bit_trains_as_one_process(cases: dict[str, Case], tmp_path: Path
     assert largest_difference(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
     assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
     assert largest_difference(line["weight"] for line in found.values()) <= WEIGHT_ABSOLUTE, found
+    assert all(line["exported"] == 0 for line in found.values()), found
     assert all(line["state bytes"] > 50_000 for line in found.values())
     # Dummies that even out the groups of pipeline stages are not counted, nor a second scale of a
     # block that two ranks share. GPT-2's one table, no multiple of 256 elements, is in fp32 on one

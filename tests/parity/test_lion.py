@@ -36,6 +36,7 @@ def test_lion_trains_as_one_process(tmp_path: Path) -> None:
     assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
     assert largest_difference(line["weight"] for line in found.values()) <= WEIGHT_ABSOLUTE, found
     assert largest_difference(line["undecided"] for line in found.values()) < 1e-3, found
+    assert all(line["exported"] == 0 for line in found.values()), found
     assert all(line["state bytes"] > 100_000 for line in found.values())
     # Dummies that even out the groups of pipeline stages are not counted.
     assert all(

@@ -59,6 +59,7 @@ def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> N
     assert largest_difference(line["weight"] for line in found.values()) <= WEIGHT_ABSOLUTE, found
     # Dummies that even out the groups of pipeline stages are not counted: three of them, twice
     # where there are experts.
+    assert all(line["exported"] == 0 for line in found.values()), found
     assert all(line["state bytes"] > 100_000 for line in found.values())
     assert all(
         line["state bytes off"] <= (72 if cases[name].pipeline > 1 else 0)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from shardwright.engines.reference.reference_optimizer import (
+    ReferenceOptimizer,
+    optimizer_builder,
+)
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel import lion
 from shardwright.parallel.lion import Lion
+from shardwright.recipe.recipe_types import OptimizerSection
 
 
 def test_two_updates_by_hand() -> None:
@@ -38,3 +44,24 @@ def test_chunks_change_nothing() -> None:
         lion._CHUNK_ELEMENTS = kept
         found.append((weight.detach(), optimizer.state[weight]["exp_avg"]))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_the_reference_run_has_its_states() -> None:
+    section = OptimizerSection(name="lion", lr=0.1, betas=(0.75, 0.5), weight_decay=0.5)
+    model = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = ReferenceOptimizer(
+        model,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        clipping=0.0,
+        build=optimizer_builder(section),
+        moments=OPTIMIZERS["lion"].moments,
+    )
+    model.weight.grad = torch.tensor([[4.0, -4.0, 0.0]])
+    optimizer.step(0.1)
+    assert torch.allclose(model.weight.detach(), torch.tensor([[0.85, 1.05, 0.95]]))
+    states = optimizer.states(model.weight)
+    assert set(states) == {"fp32", "exp_avg"} and optimizer.updates == 1
+    assert torch.equal(states["exp_avg"], torch.tensor([[2.0, -2.0, 0.0]]))
