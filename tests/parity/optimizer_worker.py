@@ -73,7 +73,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         "state bytes": held,
         "state bytes off": abs(held - counted),
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
-        "weight": _weight_difference(plan, trainer, wanted),
+        "weight": weight_difference(plan, trainer, wanted),
         "undecided": _undecided_share(wanted),
         "exported": exported,
     }
@@ -106,7 +106,7 @@ def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
     return held, stage.optimizer_bytes
 
 
-def _weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
+def weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
     """Largest, of the fp32 weights that this rank owns."""
     at, splits, off = plan.ranks[dist.get_rank()], parameter_splits(plan, trainer.transposed), []
     for f in trainer.owned_shards():

@@ -28,7 +28,7 @@ from tests.figures import training_apart
 from tests.parity.cases_worker import main
 from tests.parity.engine_groups import compile_folder, from_rank_0
 from tests.parity.harness import STEPS
-from tests.parity.muon_worker import _weight_difference
+from tests.parity.optimizer_worker import weight_difference
 from tests.parity.preference import METRICS, PreferenceCase, plain_run, write_pairs
 
 SAVED = 4
@@ -101,7 +101,7 @@ def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
         "norm": apart["norm"],
         "weight": 0.0
         if case.lora_rank
-        else _weight_difference(run.plan, run.trainer, wanted.trained),
+        else weight_difference(run.plan, run.trainer, wanted.trained),
         "metrics": largest_difference(
             abs(step[name] - plain[name])
             for number, (step, plain) in enumerate(zip(metrics, wanted.metrics, strict=True))

@@ -264,7 +264,7 @@ def node_checkpoint_bytes(priced: PricedLayout) -> list[float]:
     total = sum(whole.values())
     left = 0 if priced.adapter_sizes else total - sum(whole[name] for name in names)
     row = OPTIMIZERS[priced.recipe.training.optimizer.name]
-    trained = row.state_bytes * (priced.adapter_sizes[-1] if priced.adapter_sizes else left)
+    trained: float = row.state_bytes * (priced.adapter_sizes[-1] if priced.adapter_sizes else left)
     optimizer, freeze = priced.recipe.training.optimizer.name, priced.recipe.model.freeze
     matrices = matrix_parameters(optimizer, graph, freeze)
     trained -= row.matrix_saving_bytes * sum(p.numel for p in matrices)

@@ -465,7 +465,7 @@ def _devices(x: HostCheckInput) -> HostCheck:
 def _disk(x: HostCheckInput) -> HostCheck:
     row = OPTIMIZERS[x.plan.optimizer.name]
     states = element_bytes(x.plan.training.precision) + row.state_bytes
-    needed = x.plan.model.total_parameters * states
+    needed: float = x.plan.model.total_parameters * states
     needed -= x.plan.matrix_elements * row.matrix_saving_bytes
     problems = []
     for probed in x.answers:
