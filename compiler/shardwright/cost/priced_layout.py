@@ -177,7 +177,9 @@ class PricedLayout:
         return self._once(blocks, self.factors, self.shared_factors)
 
     def _once(self, blocks: tuple[ModelChunk, ...], sums: tuple[int, ...], shared: int) -> int:
-        total = sum(sums[b.stop] - sums[b.start] for b in blocks) if sums else 0
+        if not sums:
+            return 0
+        total = sum(sums[b.stop] - sums[b.start] for b in blocks)
         return total - (shared if blocks[0].start == 0 and self.has_head(blocks) else 0)
 
     def newton_schulz_flops_of(self, blocks: tuple[ModelChunk, ...]) -> int:

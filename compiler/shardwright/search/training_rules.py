@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic, found
@@ -15,6 +16,7 @@ from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.quantized_moments import BLOCK, keeps_blocks
 from shardwright.layout.tensor_parallel_map import weight_orientation
 from shardwright.models.expert_modules import expert_modules
+from shardwright.models.model_graph import ModelGraph, Parameter
 from shardwright.models.model_support import torch_compile_types
 from shardwright.models.trainable_parameters import (
     MODEL_PARTS,
@@ -253,21 +255,33 @@ def muon_matrices_are_known(x: Candidate) -> Diagnostic | None:
 def blocks_of_moments_are_kept(x: Candidate) -> Diagnostic | None:
     """Ranks that share a block of 8-bit moments would scale it otherwise than one process."""
     s, optimizer = x.strategy, x.recipe.training.optimizer.name
-    if not OPTIMIZERS[optimizer].quantizes or max(s.tensor, s.expert) == 1:
+    expert = s.expert if s.shards_experts else 1
+    if not OPTIMIZERS[optimizer].quantizes or max(s.tensor, expert) == 1:
         return None
-    experts = expert_modules(x.graph) if s.shards_experts else {}
-    for p in matrix_parameters(optimizer, x.graph, x.recipe.model.freeze):
-        parts = s.expert if p.name.rpartition(".")[0] in experts else 1
-        if not keeps_blocks(weight_orientation(x.graph, p, s.tensor), parts):
-            axis = "tensor" if s.tensor > 1 else "expert"
-            return found(
-                "SW3233",
-                f"parallelism.{axis}",
-                f"{axis} {getattr(s, axis)} cuts blocks of {BLOCK} elements of {p.name} "
-                f"{list(p.shape)}, which {optimizer} quantizes with one scale",
-                f"Lower it until each rank's rows are multiples of {BLOCK}, or write "
-                "`training.optimizer: {name: adamw}`.",
-            )
+    cut = _cut_parameter(x.graph, x.recipe.model.freeze, optimizer, s.tensor, expert)
+    if cut is None:
+        return None
+    axis = "tensor" if s.tensor > 1 else "expert"
+    return found(
+        "SW3233",
+        f"parallelism.{axis}",
+        f"{axis} {getattr(s, axis)} cuts blocks of {BLOCK} elements of {cut.name} "
+        f"{list(cut.shape)}, which {optimizer} quantizes with one scale",
+        f"Lower it until each rank's rows are multiples of {BLOCK}, or write "
+        "`training.optimizer: {name: adamw}`.",
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _cut_parameter(
+    graph: ModelGraph, freeze: tuple[str, ...], optimizer: str, tensor: int, expert: int
+) -> Parameter | None:
+    """Return a parameter whose blocks tensor or expert ranks would share."""
+    experts = expert_modules(graph) if expert > 1 else {}
+    for p in matrix_parameters(optimizer, graph, freeze):
+        parts = expert if p.name.rpartition(".")[0] in experts else 1
+        if not keeps_blocks(weight_orientation(graph, p, tensor), parts):
+            return p
     return None
 
 
