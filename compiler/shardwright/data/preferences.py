@@ -145,6 +145,8 @@ class PreferenceReader:
             before, after = [], []
         encoded = self.tokenizer.encode_with_offsets(text)
         ids, trained = encoded.ids, encoded.last > start
+        if not len(ids) + len(before) + len(after):  # it would be no document, and shift the others
+            raise _malformed(pair.where, "prompt and completion have no token")
         if after and ids[-len(after) :].tolist() == after:
             after = []  # the text may end with these ids
         if before and ids[: len(before)].tolist() == before:

@@ -110,6 +110,7 @@ def test_empty_completions_are_left_out(tmp_path: Path) -> None:
         ({"prompt": "p", "chosen": [], "rejected": []}, "neither a text nor a list of messages"),
         ({"prompt": "p", "chosen": ["c"], "rejected": ["r"]}, "message 1 of 'chosen' has no role"),
         ({"chosen": "yes", "rejected": "no"}, "there is no prompt"),
+        ({"prompt": "", "chosen": "", "rejected": "r"}, "have no token"),
         ({"chosen": [answer("c")], "rejected": [answer("r")]}, "there is no prompt"),
         ({"prompt": [USER], "chosen": [{"role": "x"}], "rejected": []}, "has no content"),
     ],
