@@ -34,6 +34,10 @@ from tests.parity.router_aux_loss import add_balance
 METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
 
 
+HELD_OUT = 5
+"""Examples of an evaluation: no multiple of any layout's micro-batches."""
+
+
 @dataclass(frozen=True)
 class PreferenceCase(Case):
     """objective: of the recipe. resumed: saved at a step under ZeRO-1, and goes on under the
@@ -45,11 +49,13 @@ class PreferenceCase(Case):
 
 @dataclass(frozen=True)
 class PlainRun:
-    """metrics: of each step, by name. scores: (pairs, 2) of the starting weights."""
+    """metrics: of each step, by name, and last those of the evaluation. scores: (pairs, 2) of the
+    starting weights. held_out_loss: after training, of the first HELD_OUT examples."""
 
     trained: Reference
     metrics: list[dict[str, float]]
     scores: np.ndarray
+    held_out_loss: float
 
 
 def texts(pairs: int) -> list[dict[str, str]]:
@@ -68,10 +74,27 @@ def texts(pairs: int) -> list[dict[str, str]]:
     return [*records[:3], too_long, *records[3:]]
 
 
+def records(case: PreferenceCase) -> list[dict[str, Any]]:
+    """Pairs, or for kto a completion of each, with its label."""
+    pairs = texts(STEPS * case.batch)
+    if case.objective["name"] != "kto":
+        return list(pairs)
+    random = np.random.default_rng(SEED + 1)
+    return [
+        {
+            "prompt": pair["prompt"],
+            "completion": pair["chosen" if is_desirable else "rejected"],
+            "label": is_desirable,
+        }
+        for pair in pairs
+        for is_desirable in [bool(random.random() < 0.6)]
+    ]
+
+
 def write_pairs(case: PreferenceCase, folder: Path) -> None:
     """pairs.jsonl and recipe.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record) for record in texts(STEPS * case.batch)]
+    lines = [json.dumps(record) for record in records(case)]
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     document = recipe(case, folder)
     document["training"]["objective"] = case.objective
@@ -84,19 +107,25 @@ def write_pairs(case: PreferenceCase, folder: Path) -> None:
     (folder / "recipe.yaml").write_text(json.dumps(document, indent=1))
 
 
-def rows(case: PreferenceCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids (2, S), whether a token is a label (2, S)) of each pair; chosen first."""
-    found = []
-    for record in texts(STEPS * case.batch):
+def rows(case: PreferenceCase) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """(ids (2, S), whether a token is a label (2, S), whether it is desirable) of each example: the
+    chosen completion and the rejected one; or the completion and that of the next record."""
+    found, every = [], records(case)
+    for number, record in enumerate(every):
+        if case.objective["name"] == "kto":
+            following = every[(number + 1) % len(every)]
+            completions = (record["completion"], following["completion"])
+        else:
+            completions = (record["chosen"], record["rejected"])
         ids = torch.zeros(2, LENGTH, dtype=torch.int64)
         is_label = torch.zeros(2, LENGTH, dtype=torch.bool)
         prompt = record["prompt"].encode()
-        for row, name in enumerate(("chosen", "rejected")):
-            whole = (prompt + record[name].encode())[:LENGTH]
+        for row, completion in enumerate(completions):
+            whole = (prompt + completion.encode())[:LENGTH]
             ids[row, : len(whole)] = torch.tensor(list(whole))
             is_label[row, len(prompt) : len(whole)] = True
         if is_label[:, 1:].any(dim=1).all():
-            found.append((ids, is_label))
+            found.append((ids, is_label, record.get("label", True)))
     return found
 
 
@@ -135,6 +164,33 @@ def pair_loss(
     return losses, rewards
 
 
+def kto_loss(
+    o: dict[str, Any], found: torch.Tensor, reference: torch.Tensor, is_desirable: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """(losses (n,), the metrics). found, reference: (n, 2), of the completion and of the other."""
+    ratios = found - reference
+    z0 = ratios[:, 1].mean().clamp(min=0).detach()
+    r = ratios[:, 0]
+    value = torch.where(
+        is_desirable,
+        o["desirable_weight"] * torch.sigmoid(o["beta"] * (r - z0)),
+        o["undesirable_weight"] * torch.sigmoid(o["beta"] * (z0 - r)),
+    )
+    weight = torch.where(is_desirable, o["desirable_weight"], o["undesirable_weight"])
+    rewards = (o["beta"] * r).detach()
+
+    def mean(values: torch.Tensor) -> float:
+        return float(values.mean()) if len(values) else 0.0
+
+    metrics = {
+        "rewards_chosen": mean(rewards[is_desirable]),
+        "rewards_rejected": mean(rewards[~is_desirable]),
+        "accuracy": mean(((rewards > 0) == is_desirable).double()),
+    }
+    margin = metrics["rewards_chosen"] - metrics["rewards_rejected"]
+    return weight - value, {**metrics, "margin": margin}
+
+
 def plain_run(case: PreferenceCase) -> PlainRun:
     model = initial_model(MODELS[case.model], SEED)
     if case.balance:
@@ -153,13 +209,26 @@ def plain_run(case: PreferenceCase) -> PlainRun:
     )
     pairs = rows(case)
     with torch.no_grad():
-        scores = torch.stack([log_probabilities(base, *pair)[0] for pair in pairs])
+        scores = torch.stack([log_probabilities(base, pair[0], pair[1])[0] for pair in pairs])
     losses, norms, rates, metrics = [], [], [], []
-    for step in range(1, STEPS + 1):
-        here = range((step - 1) * case.batch, step * case.batch)
-        ids, is_label = (torch.cat([pairs[i][part] for i in here]) for part in (0, 1))
+
+    def measured(here: range) -> tuple[torch.Tensor, dict[str, float]]:
+        """(losses (n,), their metrics) of these examples."""
+        ids, is_label = (
+            torch.cat(part) for part in zip(*(pairs[i][:2] for i in here), strict=True)
+        )
         found, tokens = (x.view(-1, 2) for x in log_probabilities(model, ids, is_label))
+        if case.objective["name"] == "kto":
+            is_desirable = torch.tensor([pairs[i][2] for i in here])
+            return kto_loss(case.objective, found, scores[list(here)], is_desirable)
         each, rewards = pair_loss(case.objective, found, tokens, scores[list(here)])
+        chosen, rejected = rewards.detach().unbind(1)
+        values = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
+        return each, {n: float(v.mean()) for n, v in zip(METRICS, values, strict=True)}
+
+    for step in range(1, STEPS + 1):
+        each, own = measured(range((step - 1) * case.batch, step * case.batch))
+        metrics.append(own)
         each.mean().backward()
         squares = (float(p.grad.double().square().sum()) for p in trained if p.grad is not None)
         norms.append(math.sqrt(sum(squares)))
@@ -172,8 +241,8 @@ def plain_run(case: PreferenceCase) -> PlainRun:
         adamw.zero_grad()
         losses.append(float(each.detach().mean()))
         rates.append(rate)
-        chosen, rejected = rewards.detach().unbind(1)
-        values = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
-        metrics.append({n: float(v.mean()) for n, v in zip(METRICS, values, strict=True)})
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return PlainRun(Reference(losses, norms, rates, weights, frozenset()), metrics, scores.numpy())
+    with torch.no_grad():
+        each, own = measured(range(HELD_OUT))
+    trained_run = Reference(losses, norms, rates, weights, frozenset())
+    return PlainRun(trained_run, [*metrics, own], scores.numpy(), float(each.mean()))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
 
@@ -16,11 +18,11 @@ from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import Dataset, open_dataset
-from shardwright.data.sequences import ScoredSequences
+from shardwright.data.sequences import ScoredSequences, SubsetSequences
 from shardwright.engines.deepspeed.deepspeed_trainers import DeepSpeedTrainer, build_trainer
-from shardwright.engines.trainer_protocol import StepResult
+from shardwright.engines.trainer_protocol import StepResult, Trainer
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import TrainingBatches
+from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
 from shardwright.plan.plan import Plan
 from shardwright.train.reference_scores import ReferenceScores
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
@@ -29,7 +31,7 @@ from tests.parity.cases_worker import main
 from tests.parity.engine_groups import compile_folder, from_rank_0
 from tests.parity.harness import STEPS
 from tests.parity.optimizer_worker import weight_difference
-from tests.parity.preference import METRICS, PreferenceCase, plain_run, write_pairs
+from tests.parity.preference import HELD_OUT, METRICS, PreferenceCase, plain_run, write_pairs
 
 SAVED = 4
 
@@ -92,6 +94,10 @@ def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
     more = run.train(first, STEPS)
     results, metrics = results + more[0], metrics + more[1]
     check_master_weights(run.trainer.owned_shards())
+    examples = SubsetSequences(run.data.train, np.arange(HELD_OUT))
+    held_out = cast(Trainer, run.trainer).evaluate(ValidationBatches(run.plan, examples, run.at))
+    assert held_out[1] == HELD_OUT
+    metrics = [*metrics, run.trainer.objective_metrics()]
     rows = run.data.train
     found = [r.loss for r in results], [r.grad_norm for r in results]
     size = max(1.0, *wanted.trained.losses)  # ipo's are squares
@@ -99,6 +105,7 @@ def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
     return {
         "loss": apart["loss"] / size,
         "norm": apart["norm"],
+        "held out": abs(held_out[0] - wanted.held_out_loss) / size,
         "weight": 0.0
         if case.lora_rank
         else weight_difference(run.plan, run.trainer, wanted.trained),

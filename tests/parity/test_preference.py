@@ -17,6 +17,7 @@ IPO = {"name": "ipo", "beta": 0.2}
 AVERAGED = {"name": "ipo", "beta": 0.2, "average": True}
 SIMPO = {"name": "simpo", "beta": 2.0, "gamma": 0.7}
 ORPO = {"name": "orpo", "beta": 0.4}
+KTO = {"name": "kto", "beta": 0.4, "desirable_weight": 1.2, "undesirable_weight": 0.9}
 SMOOTHED = {"name": "dpo", "beta": 0.5, "label_smoothing": 0.1}
 
 TWO: dict[str, Case] = {
@@ -34,6 +35,11 @@ TWO: dict[str, Case] = {
     "qwen3-moe-expert2-ipo": Case(model="qwen3_moe", data=2, expert=2, objective=IPO),
     "llama-lora-zero2": Case(model="llama", data=2, zero_stage=2, lora_rank=4),
     "llama-lora-zero3": Case(model="llama", data=2, zero_stage=3, lora_rank=4, objective=IPO),
+    "llama-kto-zero0": Case(model="llama", data=2, zero_stage=0, objective=KTO),
+    "gpt2-kto-zero3": Case(model="gpt2", data=2, zero_stage=3, objective=KTO),
+    "llama-kto-tp2": Case(model="llama", tensor=2, loss="chunked", objective=KTO),
+    "gpt2-kto-pp2": Case(model="gpt2", pipeline=2, objective=KTO),
+    "llama-kto-context2": Case(model="llama", context=2, objective=KTO),
     "resumed-llama-pp2": Case(model="llama", pipeline=2, resumed=True),
     "resumed-gpt2-tp2-simpo": Case(model="gpt2", tensor=2, objective=SIMPO, resumed=True),
 }
@@ -53,6 +59,15 @@ FOUR: dict[str, Case] = {
     ),
     "llama-context2-zero3": Case(model="llama", context=2, data=2, zero_stage=3),
     "llama-context2-tp2": Case(model="llama", context=2, tensor=2, objective=IPO),
+    "llama-kto-dualpipev": Case(
+        model="llama-deep",
+        data=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=4,
+        objective=KTO,
+    ),
+    "qwen3-moe-kto-expert2-tp2": Case(model="qwen3_moe", data=2, expert=2, tensor=2, objective=KTO),
     "qwen3-moe-expert2-pp2": Case(model="qwen3_moe", data=2, expert=2, pipeline=2),
     "resumed-llama-context2-zero2": Case(
         model="llama", context=2, data=2, zero_stage=2, resumed=True
@@ -69,6 +84,7 @@ def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
         return largest_difference(line[name] for line in found.values())
 
     assert largest("loss") <= LOSS_ABSOLUTE, found
+    assert largest("held out") <= LOSS_ABSOLUTE, found
     assert largest("norm") <= NORM_RELATIVE, found
     assert largest("weight") <= WEIGHT_ABSOLUTE, found
     assert largest("scores") <= 1e-5, found

@@ -630,6 +630,7 @@ def _pass_times_shared_key(problem: Problem, c: Constants) -> Hashable:
             r.training.sequence_length,
         ),
         (r.target, r.assume.kernels, r.assume.mfu is None, r.assume.expert_imbalance),
+        r.training.objective.name,
         c,
     )
 
@@ -685,6 +686,8 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
     backward = _each(seconds.backward) + (recompute - partly)
     if priced.recipe.assume.mfu is None:
         backward = backward + _accumulation_seconds(priced)
+    passes = 1 + priced.recipe.training.objective.traits.forward_only_passes
+    forward = forward * passes
     forward_comm, backward_comm, partial_recompute_comm = _tensor_comm_seconds(
         priced, forward, backward, partly
     )

@@ -414,6 +414,7 @@ def estimate_time(priced: PricedLayout) -> Time:
     tokens = priced.recipe.training.tokens_per_step
     # Frozen weights have no gradient.
     forwards = FORWARDS_PER_STEP - priced.language_model_is_frozen
+    forwards += priced.recipe.training.objective.traits.forward_only_passes
     model_flops = forwards * forward_flops_per_token(priced.shapes, length) * tokens
     model_flops += (
         sum(vision_encoder_flops(priced.recipe, priced.graph))

@@ -80,6 +80,8 @@ def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSo
         read_by.append(images_without_defaults(asdict(part.images)))
     if part.images is not None or part.skip_damaged:
         read_by.append(part.skip_damaged)
+    if part.labelled:
+        read_by.append("labelled")
     if part.add_bos_token != "auto":
         read_by.append(f"add_bos_token {part.add_bos_token}")
     settings = _digest(read_by)

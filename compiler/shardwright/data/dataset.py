@@ -24,6 +24,7 @@ from shardwright.data.image_captions import (
 from shardwright.data.image_files import IMAGE_BYTES_FILE, IMAGE_INDEX_FILE, open_images
 from shardwright.data.indexed_dataset import MANIFEST, open_documents, open_megatron, read_manifest
 from shardwright.data.sequences import (
+    DESIRABLE_FILE,
     ArraySequences,
     ChunkedSequences,
     ConcatSequences,
@@ -295,7 +296,10 @@ def validation_batches(count: int, rows_at_once: int, batches_at_once: int) -> I
 # Digests of what the ranks read, to compare the data of two hosts or days; without torch.
 
 
-_PREPARED = ("tokens.bin", "documents.bin", "trained.bin", IMAGE_BYTES_FILE, IMAGE_INDEX_FILE)
+_PREPARED = (
+    *("tokens.bin", "documents.bin", "trained.bin"),
+    *(DESIRABLE_FILE, IMAGE_BYTES_FILE, IMAGE_INDEX_FILE),
+)
 BLOCK_BYTES, BLOCKS = 2**16, 1024
 """Blocks hashed of a larger file, from its first to its last bytes, beside its size. Prepared data
 has a digest of all tokens in its manifest."""

@@ -1,13 +1,15 @@
-"""Read preference data: records of a prompt with a chosen and a rejected completion.
+"""Read preference data: records of a prompt with a chosen and a rejected completion, or of single
+completions with labels.
 
 The columns and their forms are those of TRL (https://huggingface.co/docs/trl/dataset_formats):
 `prompt`, `chosen` and `rejected`, each a text or a list of messages. Without a prompt it is what
-`chosen` and `rejected` begin with.
+`chosen` and `rejected` begin with. Single completions have `prompt`, `completion` and `label`.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -18,6 +20,7 @@ import numpy.typing as npt
 from shardwright.data.chat_format import Message, TemplateError, normalize_message, normalize_tools
 from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
 from shardwright.data.indexed_dataset import DocumentWriter
+from shardwright.data.sequences import DESIRABLE_FILE
 from shardwright.data.source_files import ReadingProgress, Record, RecordCounts, records
 from shardwright.data.tokenizers import Ids, Tokenizer, document_prefix
 from shardwright.diagnostics import Refusal, refusal
@@ -27,7 +30,8 @@ from shardwright.utils.json_values import JsonObject, JsonValue
 COMPLETIONS = ("chosen", "rejected")
 _FORM = (
     'Write {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text, or each a list of '
-    "messages. `skip_damaged: 0.01` leaves out up to that share of the records, and `prepare` "
+    'messages; for kto {"prompt": "...", "completion": "...", "label": true}. '
+    "`skip_damaged: 0.01` leaves out up to that share of the records, and `prepare` "
     "counts them."
 )
 
@@ -104,9 +108,50 @@ def _shared_length(one: Completion, other: Completion) -> int:
     return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], pairs))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """Hold a completion of a prompt, and whether it is desirable."""
+
+    prompt: Completion
+    completion: Completion
+    is_desirable: bool
+    tools: JsonValue
+    where: str
+
+
+def read_labelled(record: Record) -> tuple[Labelled, ...]:
+    """Read a completion with its label; a pair is two. Raises SW6125."""
+    document, where, _ = record
+    tools = normalize_tools(document.get("tools"))
+    if "label" not in document and "chosen" in document:
+        pair = read_pair(record)
+        return tuple(
+            Labelled(
+                prompt=pair.prompt,
+                completion=completion,
+                is_desirable=is_desirable,
+                tools=tools,
+                where=where,
+            )
+            for completion, is_desirable in zip(pair.completions, (True, False), strict=True)
+        )
+    label = document.get("label")
+    if not isinstance(label, bool):
+        raise _malformed(where, f"the label is {json.dumps(label)[:40]}, not true or false")
+    prompt, completion = (_completion(document, name, where) for name in ("prompt", "completion"))
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise _malformed(where, "of prompt and completion, one is a text and one is messages")
+    return (
+        Labelled(
+            prompt=prompt, completion=completion, is_desirable=label, tools=tools, where=where
+        ),
+    )
+
+
 class PreferenceReader:
-    """Write two documents for each record: prompt and chosen, prompt and rejected. The completions'
-    tokens are labels. Raises SW6112 and SW6125."""
+    """Write two documents for each example, whose completions' tokens are labels: of a pair the
+    prompt with both completions; of a labelled completion its prompt with it, and with the next
+    example's completion. Raises SW6112 and SW6125."""
 
     def __init__(
         self,
@@ -118,23 +163,60 @@ class PreferenceReader:
         self.part, self.tokenizer, self.writer, self.report = part, tokenizer, writer, report
         self._template = part.template or tokenizer.template
         self._renderer = ChatTemplateRenderer()
+        self._first: Labelled | None = None
+        self._waiting: tuple[Labelled, tuple[Ids, npt.NDArray[np.bool_]]] | None = None
+        self._desirable: list[bool] = []
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
         """Yield after each record."""
-        for name in files:
-            for record in records(name, self.report):
-                shown.add(record[2])
-                try:
-                    pair = read_pair(record)
-                    encoded = [self._encode(pair, own) for own in pair.completions]
-                except Refusal as problem:
-                    self.report.skip_record(problem)
-                    continue
-                for ids, trained in encoded:
-                    self.writer.add(ids, trained)
-                yield
+        every = (record for name in files for record in records(name, self.report))
+        write = self._write_labelled if self.part.labelled else self._write_pair
+        for record in every:
+            shown.add(record[2])
+            try:
+                write(record)
+            except Refusal as problem:
+                self.report.skip_record(problem)
+                continue
+            yield
+        if self.part.labelled:
+            self._end_labelled()
 
-    def _encode(self, pair: Pair, completion: Completion) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def _write_pair(self, record: Record) -> None:
+        pair = read_pair(record)
+        for ids, trained in [self._encode(pair, own) for own in pair.completions]:
+            self.writer.add(ids, trained)
+
+    def _write_labelled(self, record: Record) -> None:
+        examples = read_labelled(record)
+        encoded = [self._encode(example, example.completion) for example in examples]
+        for example, own in zip(examples, encoded, strict=True):
+            if self._waiting is None:
+                self._first = example
+            else:
+                self._write_before(example)
+            self._waiting = example, own
+
+    def _write_before(self, following: Labelled) -> None:
+        """Write the example that waits for a completion of another prompt."""
+        assert self._waiting is not None
+        example, own = self._waiting
+        is_alike = isinstance(example.prompt, str) == isinstance(following.completion, str)
+        # Texts and messages do not mix: a file of both has the example's own completion here.
+        other = following.completion if is_alike else example.completion
+        for ids, trained in (own, self._encode(example, other)):
+            self.writer.add(ids, trained)
+        self._desirable.append(example.is_desirable)
+
+    def _end_labelled(self) -> None:
+        """Write the last example, whose other completion is the first one's, and the labels."""
+        if self._first is not None:
+            self._write_before(self._first)
+        np.save(self.writer.folder / DESIRABLE_FILE, np.asarray(self._desirable, dtype=np.bool_))
+
+    def _encode(
+        self, pair: Pair | Labelled, completion: Completion
+    ) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return (ids, label mask): a token with a character of the completion is a label."""
         if isinstance(pair.prompt, str) and isinstance(completion, str):
             text, start = pair.prompt + completion, len(pair.prompt)
@@ -158,7 +240,7 @@ class PreferenceReader:
             ),
         )
 
-    def _rendered(self, pair: Pair, completion: list[Message]) -> tuple[str, int]:
+    def _rendered(self, pair: Pair | Labelled, completion: list[Message]) -> tuple[str, int]:
         """Return (text of the conversation, character at which the completion starts): where it
         leaves the prompt for an answer."""
         if self._template is None:

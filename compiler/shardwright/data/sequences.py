@@ -18,6 +18,8 @@ from shardwright.data.indexed_dataset import Documents
 from shardwright.recipe.recipe_types import DataSection
 
 Indices = npt.NDArray[np.int64]
+DESIRABLE_FILE = "desirable.npy"
+"""Holds the labels of completions, one an example of two documents."""
 PADDING_ID = 0
 """Fills a sequence. Any id works: padding is not a label, comes last, and is a document of its own
 where documents are packed."""
@@ -33,6 +35,7 @@ class SequenceBatch:
     pictures: images of each sequence, in the order of their placeholders; () without images.
     lengths: (B,) tokens before padding; None where no sequence is padded.
     reference: (B,) float64 log-probabilities under a reference model; None without one.
+    desirable: (B,) bool, of labelled completions; None for other data.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -41,6 +44,7 @@ class SequenceBatch:
     pictures: tuple[tuple[ImageSource, ...], ...] = ()
     lengths: npt.NDArray[np.int64] | None = None
     reference: npt.NDArray[np.float64] | None = None
+    desirable: npt.NDArray[np.bool_] | None = None
 
 
 class SequenceDataset(Protocol):
@@ -99,6 +103,7 @@ class DocumentSequences:
     members: indices of the documents, sequence by sequence.
     bounds: (n + 1,) start of each sequence in members.
     pictures: images of the documents, None where they have none.
+    desirable: of each example of two documents, None where there are no labels.
     """
 
     documents: Documents
@@ -107,6 +112,7 @@ class DocumentSequences:
     members: Indices
     bounds: Indices
     pictures: ImageTable | None = None
+    desirable: npt.NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -141,6 +147,9 @@ class DocumentSequences:
             loss_mask=loss_mask,
             pictures=tuple(pictures),
             lengths=lengths,
+            desirable=None
+            if self.desirable is None
+            else self.desirable[self.members[self.bounds[indices]] // 2],
         )
 
 
@@ -216,7 +225,12 @@ class ConcatSequences:
         starts, loss_mask = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
         pictures: list[tuple[ImageSource, ...]] = [()] * shape[0]
         lengths = np.full(shape[0], shape[1], dtype=np.int64)
+        # All parts have labels, or none has.
+        is_labelled = blocks[0][1].desirable is not None
+        desirable = np.zeros(shape[0], dtype=np.bool_) if is_labelled else None
         for where, block in blocks:
+            if desirable is not None:
+                desirable[where] = block.desirable
             for row, own in zip(np.flatnonzero(where), block.pictures, strict=bool(block.pictures)):
                 pictures[row] = own
             tokens[where] = block.tokens
@@ -235,6 +249,7 @@ class ConcatSequences:
             loss_mask=loss_mask if masked else None,
             pictures=shown,
             lengths=lengths if any(block.lengths is not None for _, block in blocks) else None,
+            desirable=desirable,
         )
 
 
@@ -289,7 +304,9 @@ def open_document_sequences(
             folder, documents, length, packed=packed, together=part.documents_per_example
         )
     members, bounds = (np.load(path, mmap_mode="r") for path in paths)
-    return DocumentSequences(documents, length, packed, members, bounds, open_images(folder))
+    desirable = np.load(folder / DESIRABLE_FILE) if part.labelled else None
+    images = open_images(folder)
+    return DocumentSequences(documents, length, packed, members, bounds, images, desirable)
 
 
 def pack(lengths: Indices, documents: Indices, sequence_length: int) -> tuple[Indices, Indices]:

@@ -60,17 +60,17 @@ class CausalLoss:
     def _reduced(
         self, losses: list[torch.Tensor], labels: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """Reduce what `losses` returned for the chunks of a micro-batch. labels: with (B,) scores
-        of the reference where the objective reads them."""
+        """Reduce what `losses` returned for the chunks of a micro-batch. labels: with what
+        else the objective reads (MicroBatch.labels_and_scores)."""
         if self.scores is not None:
             self.scores.append(-torch.cat(losses, dim=1).detach())
             return losses[0].sum() * 0
         totals = torch.stack(losses).sum(dim=0)
         if self.preference is None:
             return totals * self.scale
-        target, *scores = labels if isinstance(labels, tuple) else (labels,)
+        target, *beside = labels if isinstance(labels, tuple) else (labels,)
         _, target = self._paired(target, target)
-        return self.preference(-totals, target, scores[0] if scores else None, self.scale)
+        return self.preference(-totals, target, beside, self.scale)
 
     def _paired(
         self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]

@@ -6,14 +6,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
-from shardwright.data.data_sources import all_data_sections, uses_packing
+from shardwright.data.data_sources import all_data_sections, data_sections, uses_packing
 from shardwright.data.dataset import Dataset, validation_batches
 from shardwright.data.image_captions import ContrastiveProcessor
 from shardwright.data.image_decoder import ImageDecoders, decoder_processes_per_rank
@@ -36,9 +36,10 @@ class MicroBatch:
     beside: a vision-language model's other inputs; None for other models
     blank: the dummy image's inputs where no sequence has an image
     lengths: (B,) tokens of each sequence before its padding; None without padding
-    rows_per_example: neighbouring sequences of which the loss takes one value
+    rows_per_example: neighbouring sequences of an example; None where labels are what counts
     reference: (B,) log-probabilities of the sequences under the reference model; None where the
         objective reads none
+    desirable: (B,) bool of labelled completions; None for other data
     """
 
     input_ids: torch.Tensor
@@ -48,25 +49,51 @@ class MicroBatch:
     beside: Batch | None = None
     blank: Batch | None = None
     lengths: torch.Tensor | None = None
-    rows_per_example: int = 1
+    rows_per_example: int | None = None
     reference: torch.Tensor | None = None
+    desirable: torch.Tensor | None = None
 
     @property
     def predicted(self) -> int:
         """Count what the loss is a mean over: labels, or examples that have a label in each
         sequence."""
         is_label = (self.labels if self.shifted else self.labels[:, 1:]) != IGNORE_INDEX
-        if self.rows_per_example == 1:
+        if self.rows_per_example is None:
             return int(is_label.sum())
         return int(is_label.any(dim=1).reshape(-1, self.rows_per_example).all(dim=1).sum())
 
     def labels_and_scores(
         self, device: torch.device = CPU
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return what the loss takes beside the logits: the labels, and the reference's scores
-        where it reads them."""
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return what the loss takes beside the logits: the labels; where it reads them, the
+        reference's scores, and which completions are desirable."""
         labels = self.labels.to(device)
-        return labels if self.reference is None else (labels, self.reference.to(device))
+        beside = [x.to(device) for x in (self.reference, self.desirable) if x is not None]
+        return (labels, *beside) if beside else labels
+
+    def sequences_at(self, place: int) -> MicroBatch:
+        """Return the sequences at one place of each example."""
+        each = self.rows_per_example or 1
+
+        def own(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x[place::each]
+
+        return replace(
+            self,
+            input_ids=self.input_ids[place::each],
+            labels=self.labels[place::each],
+            lengths=own(self.lengths),
+            reference=own(self.reference),
+            desirable=own(self.desirable),
+            rows_per_example=1,
+        )
+
+
+def rows_per_example(plan: Plan) -> int | None:
+    """Return the sequences that the data has for an example; None where labels are what counts."""
+    if not plan.training.objective.traits.reads_preferences:
+        return None
+    return data_sections(plan.data)[0].documents_per_example
 
 
 class TrainingBatches:
@@ -92,7 +119,7 @@ class TrainingBatches:
         s = plan.strategy
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.island = plan.island
-        self.packed, self.rows_per_example = uses_packing(plan), plan.training.sequences_of(1)
+        self.packed, self.rows_per_example = uses_packing(plan), rows_per_example(plan)
         self.waits = 0
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
@@ -164,7 +191,7 @@ class ValidationBatches:
         # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.
         multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
         numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
-        self._rows, self.rows_per_example = rows, plan.training.sequences_of(1)
+        self._rows, self.rows_per_example = rows, rows_per_example(plan)
         self.numbers = numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
         self.at_once = at_once or len(self.numbers)
         self.examples = len(rows)
@@ -183,7 +210,7 @@ class ValidationBatches:
                 self._image_processor,
                 self.rows_per_example,
             )
-            fills_up = np.repeat(numbers < 0, self.rows_per_example)
+            fills_up = np.repeat(numbers < 0, self.rows_per_example or 1)
             batch.labels[torch.from_numpy(fills_up)] = IGNORE_INDEX
             yield batch
 
@@ -224,7 +251,7 @@ def _micro_batch(
     block: SequenceBatch,
     packed: bool,
     image_processor: ImageProcessor | ContrastiveProcessor | None = None,
-    rows_per_example: int = 1,
+    rows_per_example: int | None = None,
 ) -> MicroBatch:
     """Build a micro-batch.
 
@@ -245,7 +272,9 @@ def _micro_batch(
         )
     lengths = None if block.lengths is None else torch.from_numpy(block.lengths)
     if not packed:
-        reference = None if block.reference is None else torch.from_numpy(block.reference)
+        reference, desirable = (
+            None if x is None else torch.from_numpy(x) for x in (block.reference, block.desirable)
+        )
         return MicroBatch(
             input_ids=input_ids,
             labels=labels,
@@ -253,6 +282,7 @@ def _micro_batch(
             lengths=lengths,
             rows_per_example=rows_per_example,
             reference=reference,
+            desirable=desirable,
         )
     starts = torch.from_numpy(
         np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts

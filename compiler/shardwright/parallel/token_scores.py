@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import distributed as dist
 
+from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.parallel.distributed_losses import CausalLoss
-from shardwright.parallel.micro_batches import ValidationBatches
+from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
+
+Forward = Callable[[Iterable[MicroBatch]], object]
+"""Runs sequences forward with the loss, without a gradient."""
 
 
 def token_scores(
     loss: CausalLoss,
-    evaluate: Callable[[ValidationBatches], object],
+    forward: Forward,
     rows: ValidationBatches,
     *,
     length: int,
@@ -24,26 +28,75 @@ def token_scores(
     """Return each token's log-probability (sequences of all examples, S) in fp32 on the CPU; 0
     where a token is no label. Collective.
 
-    evaluate: runs the rows forward with this loss
     length: S
     first_token: of this rank's shard of each sequence, among context ranks
     is_counted: of the tensor ranks that compute the same values, one is
     """
-    loss.scores = []
-    evaluate(rows)
-    found, loss.scores = loss.scores, None
-    each = rows.rows_per_example
+    each = rows.rows_per_example or 1
     scores = torch.zeros(rows.examples, each, length, device=device)
-    # Ranks of other stages compute no loss.
-    counted = zip(rows.numbers, found, strict=True) if is_counted and found else ()
-    for numbers, values in counted:
-        # A label is the token after the one whose logits predict it.
-        start = first_token + 1
-        stop = min(start + values.shape[1], length)
-        is_example = torch.from_numpy(numbers >= 0)
-        by_example = values[:, : stop - start].float().reshape(len(numbers), each, -1)
-        places = torch.from_numpy(numbers)[is_example].to(device)
-        scores[places, :, start:stop] = by_example[is_example.to(device)]
+    # As in a step: an example's sequences together, or one after the other.
+    passes: list[tuple[slice, Iterable[MicroBatch]]] = [(slice(0, each), rows)]
+    if _reads_labels(loss):
+        passes = [(slice(at, at + 1), [m.sequences_at(at) for m in rows]) for at in range(each)]
+    for sequences, batches in passes:
+        # Ranks of other stages compute no loss.
+        found = _label_scores(loss, forward, batches)
+        counted = zip(rows.numbers, found, strict=True) if is_counted and found else ()
+        for numbers, values in counted:
+            # A label is the token after the one whose logits predict it.
+            start = first_token + 1
+            stop = min(start + values.shape[1], length)
+            is_example = torch.from_numpy(numbers >= 0)
+            by_example = values[:, : stop - start].float().unflatten(0, (len(numbers), -1))
+            places = torch.from_numpy(numbers)[is_example].to(device)
+            scores[places, sequences, start:stop] = by_example[is_example.to(device)]
     if dist.is_initialized():
         dist.all_reduce(scores)
     return scores.flatten(0, 1).cpu()
+
+
+def _label_scores(
+    loss: CausalLoss, forward: Forward, batches: Iterable[MicroBatch]
+) -> list[torch.Tensor]:
+    """Return the log-probabilities of each micro-batch's labels, as the loss aligns them."""
+    loss.scores = []
+    forward(batches)
+    found, loss.scores = loss.scores, None
+    return found
+
+
+def _reads_labels(loss: CausalLoss) -> bool:
+    return loss.preference is not None and loss.preference.objective.traits.reads_labels
+
+
+def trained_sequences(
+    loss: CausalLoss,
+    forward: Forward,
+    batches: Sequence[MicroBatch],
+    *,
+    is_counted: bool,
+    is_first_shard: bool,
+) -> Sequence[MicroBatch]:
+    """Return the sequences that are trained on; of labelled completions, after the log-ratios of
+    those of other prompts were measured. Collective.
+
+    is_counted: of the tensor ranks that compute the same values, one is
+    is_first_shard: of the context ranks that share each sequence, one is
+    """
+    preference = loss.preference
+    if preference is None or not _reads_labels(loss):
+        return batches
+    others = [m.sequences_at(1) for m in batches]
+    found = _label_scores(loss, forward, others)
+    total = torch.zeros_like(preference.others).repeat(2)
+    # Ranks of other stages compute no loss.
+    for m, values in zip(others, found, strict=True) if is_counted and found else ():
+        total[0] += values.double().sum()
+        if is_first_shard:
+            is_example = (m.labels[:, 1:] != IGNORE_INDEX).any(dim=1)
+            assert m.reference is not None, "the objective reads a reference"
+            total[0] -= m.reference[is_example].sum()
+            total[1] += is_example.sum()
+    dist.all_reduce(total)
+    preference.others = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+    return [m.sequences_at(0) for m in batches]

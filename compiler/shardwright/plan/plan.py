@@ -470,6 +470,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def _leave_out_defaults(data: dict[str, Any]) -> None:
     if data["add_bos_token"] == "auto":
         del data["add_bos_token"]
+    if not data["labelled"]:
+        del data["labelled"]
     if data["images"] is None:
         del data["images"]
         if not data["skip_damaged"]:

@@ -343,12 +343,12 @@ def objective_keys(view: DocumentView) -> Iterator[Diagnostic]:
 def objective_fits_data(view: DocumentView) -> Iterator[Diagnostic]:
     """Check that preference objectives have preference data, and no others have."""
     name = view.text("training.objective.name")
-    compares = OBJECTIVES[name].compares_pairs
+    compares = OBJECTIVES[name].reads_preferences
     kinds = [*_kinds(view.get("data"), "data"), *_kinds(view.get("validation"), "validation")]
     for key, kind in kinds:
         if (kind == PREFERENCE_KIND) == compares:
             continue
-        pairs = [each for each, traits in OBJECTIVES.items() if traits.compares_pairs]
+        pairs = [each for each, traits in OBJECTIVES.items() if traits.reads_preferences]
         if compares:
             help = f"Write `kind: {PREFERENCE_KIND}` with a file of prompts, chosen and rejected."
         else:

@@ -16,15 +16,29 @@ PREFERENCE_KIND = "preference"
 class ObjectiveTraits:
     """Describe an objective.
 
-    sequences_per_example: sequences of which the loss takes one value. compares_pairs: an example
-    is a chosen and a rejected completion. reads_reference: the loss reads the log-probabilities of
-    a reference model. defaults: of the keys that the objective takes.
+    sequences_per_example: sequences of an example that are trained on. compares_pairs: an example
+    is a chosen and a rejected completion. reads_labels: an example is a completion and whether it
+    is desirable, and beside it one of another prompt, of which only the log-probability is read.
+    reads_reference: the loss reads the log-probabilities of a reference model. defaults: of the
+    keys that the objective takes.
     """
 
     sequences_per_example: int = 1
     compares_pairs: bool = False
+    reads_labels: bool = False
     reads_reference: bool = False
     defaults: JsonObject = field(default_factory=dict)
+
+    @property
+    def reads_preferences(self) -> bool:
+        """Return whether the data is of kind preference, and the metrics are rewards."""
+        return self.compares_pairs or self.reads_labels
+
+    @property
+    def forward_only_passes(self) -> int:
+        """Return the passes of a step without a backward one, over as many sequences as are
+        trained on."""
+        return int(self.reads_labels)
 
 
 def _pairs(*, reads_reference: bool, **defaults: float | bool) -> ObjectiveTraits:
@@ -42,14 +56,24 @@ OBJECTIVES: Mapping[str, ObjectiveTraits] = {
     "ipo": _pairs(reads_reference=True, beta=0.1, average=False),
     "simpo": _pairs(reads_reference=False, beta=2.0, gamma=1.0),
     "orpo": _pairs(reads_reference=False, beta=0.1),
+    "kto": ObjectiveTraits(
+        reads_labels=True,
+        reads_reference=True,
+        defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    ),
 }
 """The defaults are those of the papers; models/tasks/preference.py has the formulas."""
 
 METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
 """Means over a step's pairs: implicit rewards, the share in which the chosen one's is higher, and
-by how much."""
+by how much. Of labelled completions: the rewards of desirable and of undesirable ones, the share
+whose reward is above 0 where it is desirable and not above where it is not, and the difference of
+the two means."""
 
-OBJECTIVE_KEYS = ("beta", "gamma", "label_smoothing", "average")
+OBJECTIVE_KEYS = (
+    *("beta", "gamma", "label_smoothing", "average"),
+    *("desirable_weight", "undesirable_weight"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +85,8 @@ class ObjectiveSection:
     gamma: float | None = None
     label_smoothing: float | None = None
     average: bool | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
 
     @property
     def traits(self) -> ObjectiveTraits:

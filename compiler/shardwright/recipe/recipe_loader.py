@@ -21,7 +21,13 @@ from shardwright.recipe.measurements import (
     Measurements,
     MeasurementsFile,
 )
-from shardwright.recipe.objectives import with_objective_defaults, without_objective_defaults
+from shardwright.recipe.objectives import (
+    NEXT_TOKEN,
+    OBJECTIVES,
+    PREFERENCE_KIND,
+    with_objective_defaults,
+    without_objective_defaults,
+)
 from shardwright.recipe.optimizer_keys import (
     optimizer_key_errors,
     with_optimizer_defaults,
@@ -252,9 +258,16 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
         if scheduler[key] is None and scheduler[ratio] is None:
             scheduler[key] = 0
     data, validation, lora = section("data"), section("validation"), section("lora")
+    objective = cast(JsonObject, training.get("objective") or {"name": NEXT_TOKEN})
+    labelled = OBJECTIVES[str(objective["name"])].reads_labels
     if validation is not None:
         own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
-        validation = {**own, "data": _data(validation, directory) if "kind" in validation else None}
+        validation = {
+            **own,
+            "data": _data(validation, directory, labelled=labelled)
+            if "kind" in validation
+            else None,
+        }
     for key in ("hostfile", "setup_script"):
         if launch[key] is not None:
             launch[key] = absolute_path(str(launch[key]), directory)
@@ -274,7 +287,7 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
         "model": model,
         "cluster": {**_without_auto(cluster), "gpu": cluster["gpu"]},  # a name
         "training": {**_without_auto(training), "scheduler": scheduler},
-        "data": None if data is None else _data(data, directory),
+        "data": None if data is None else _data(data, directory, labelled=labelled),
         "validation": validation,
         "parallelism": _without_auto(parallelism),
         "launch": {**_without_auto(launch), "launcher": launch["launcher"], "env": env},
@@ -290,7 +303,7 @@ def _without_auto(section: Section) -> Section:
     return {key: None if value == "auto" else value for key, value in section.items()}
 
 
-def _data(data: Section, directory: str) -> Section:
+def _data(data: Section, directory: str, *, labelled: bool) -> Section:
     """Make the paths of a data section absolute, a mixture's parts included, and add the keys that
     its kind lacks."""
     resolved = {
@@ -299,6 +312,7 @@ def _data(data: Section, directory: str) -> Section:
         "tokenizer": None,
         "packing": True,
         "shuffle": True,
+        "labelled": labelled and data.get("kind") == PREFERENCE_KIND,
     } | data
     if resolved["path"] is not None:
         resolved["path"] = absolute_dataset_path(
@@ -310,7 +324,8 @@ def _data(data: Section, directory: str) -> Section:
         resolved["images"] = {**images, "folder": absolute_path(str(images["folder"]), directory)}
     if "mixture" in data:
         resolved["mixture"] = [
-            _data(dict(part), directory) for part in cast("list[JsonObject]", data["mixture"])
+            _data(dict(part), directory, labelled=labelled)
+            for part in cast("list[JsonObject]", data["mixture"])
         ]
     return resolved
 

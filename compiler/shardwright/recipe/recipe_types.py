@@ -289,6 +289,7 @@ class DataSection:
     vision-language model. skip_damaged: share of the records that may be skipped. add_bos_token:
     whether documents of text, jsonl and parquet begin with it; auto: as the tokenizer does.
     mixture: the parts of kind "mixture" with their weights; shuffle applies to all parts.
+    labelled: of preference: single completions with labels, as the objective takes them.
     """
 
     kind: (
@@ -307,6 +308,7 @@ class DataSection:
     add_bos_token: bool | str = "auto"  # auto | True | False
     weight: float = 1.0
     mixture: tuple[DataSection, ...] = ()
+    labelled: bool = False
 
     @property
     def documents_per_example(self) -> int:

@@ -24,7 +24,7 @@ from shardwright.data.dataset import Dataset, files_digest
 from shardwright.data.sequences import ScoredSequences, SequenceDataset, SubsetSequences
 from shardwright.diagnostics import refusal
 from shardwright.engines.trainer_protocol import ScoringTrainer, Trainer
-from shardwright.parallel.micro_batches import ValidationBatches
+from shardwright.parallel.micro_batches import ValidationBatches, rows_per_example
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import canonical_hash
 
@@ -62,7 +62,7 @@ class ReferenceScores:
         digests: of the data, as data_fingerprints returns them
         """
         self._plan, self._data = plan, data
-        self._sequences = plan.training.sequences_of(1)
+        self._sequences = rows_per_example(plan) or 1
         tokens = self._sequences * plan.training.sequence_length
         self._block_examples = max(1, BLOCK_TOKENS // tokens)
         told = [_key(plan, folder, digests) if dist.get_rank() == 0 else ""]
@@ -102,7 +102,7 @@ class ReferenceScores:
                 seconds = time.monotonic() - began
                 left = seconds / done * (total - done)
                 print(
-                    f"reference: {done:,} of {total:,} pairs scored in {seconds:,.0f} s"
+                    f"reference: {done:,} of {total:,} examples scored in {seconds:,.0f} s"
                     + (f", about {left:,.0f} s left" if left else ""),
                     flush=True,
                 )
@@ -171,8 +171,8 @@ def _check_finite(scores: torch.Tensor, block: _Block) -> None:
     if wrong:
         raise refusal(
             "SW6264",
-            f"the starting weights give {len(wrong)} of {len(scores)} pairs a log-probability that "
-            f"is not finite; the first is pair {block.start + wrong[0] + 1} of "
+            f"the starting weights give {len(wrong)} of {len(scores)} examples a log-probability "
+            f"that is not finite; the first is number {block.start + wrong[0] + 1} of "
             f"{block.path.name.split('-')[0]}",
             "Nothing was trained. Use precision: bf16 or fp32 in place of fp16, or other weights.",
         )

@@ -257,7 +257,7 @@ class Session:
         """Return whether an example is a pair: of an image and its caption, or of completions."""
         return (
             self.plan.model.task_traits.compares_pairs
-            or self.plan.training.objective.traits.compares_pairs
+            or self.plan.training.objective.traits.reads_preferences
         )
 
     def steps(self) -> range:

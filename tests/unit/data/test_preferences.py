@@ -140,3 +140,75 @@ def test_the_built_in_pairs(tmp_path: Path) -> None:
     for number in range(0, 400, 50):
         chosen, rejected = shown(found, number)
         assert len(chosen[1]) < len(rejected[1]) and chosen[1].endswith("\n")
+
+
+def labelled(folder: Path, *records: Any, length: int = 400, **more: Any) -> Dataset:
+    return pairs(folder, *records, length=length, labelled=True, **more)
+
+
+def test_labelled_completions_have_another_prompts_beside_them(tmp_path: Path) -> None:
+    data = labelled(
+        tmp_path,
+        {"prompt": "a: ", "completion": "one", "label": True},
+        {"prompt": "b: ", "completion": "two", "label": False},
+        {"prompt": "c: ", "completion": "three", "label": True},
+    )
+    texts = [[text for text, _ in shown(data, number)] for number in range(3)]
+    assert texts == [["a: one", "a: two"], ["b: two", "b: three"], ["c: three", "c: one"]]
+    desirable = data.train.read(np.arange(3)).desirable
+    assert desirable is not None and desirable.tolist() == [True] * 2 + [False] * 2 + [True] * 2
+
+
+def test_labels_stay_with_their_completions_when_others_are_left_out(tmp_path: Path) -> None:
+    data = labelled(
+        tmp_path,
+        {"prompt": "x" * 30, "completion": "no label of it is in the sequence", "label": True},
+        {"prompt": "b: ", "completion": "two", "label": False},
+        {"prompt": "c: ", "completion": "three", "label": True},
+        length=20,
+    )
+    assert len(data.train) == 2
+    assert [shown(data, number)[0][1] for number in range(2)] == ["two", "three"]
+    desirable = data.train.read(np.asarray([1, 0])).desirable
+    assert desirable is not None and desirable.tolist() == [True] * 2 + [False] * 2
+
+
+def test_a_pair_is_two_labelled_completions(tmp_path: Path) -> None:
+    data = labelled(tmp_path, {"prompt": "p ", "chosen": "good", "rejected": "bad"})
+    assert [shown(data, number)[0][1] for number in range(2)] == ["good", "bad"]
+    desirable = data.train.read(np.arange(2)).desirable
+    assert desirable is not None and desirable[::2].tolist() == [True, False]
+
+
+def test_labelled_messages(tmp_path: Path) -> None:
+    record = {"prompt": [USER], "completion": [answer("Four.")], "label": True}
+    data = labelled(tmp_path, record, template=CHATML)
+    assert shown(data)[0][1] == "Four.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "p", "completion": "c"}, "the label is null"),
+        ({"prompt": "p", "completion": "c", "label": 1}, "the label is 1"),
+        ({"prompt": "p", "label": True}, "there is no 'completion'"),
+        ({"prompt": [USER], "completion": "c", "label": True}, "one is a text"),
+    ],
+)
+def test_what_has_no_label_is_refused(record: Any, words: str, tmp_path: Path) -> None:
+    data = part("preference", written(tmp_path, record), labelled=True)
+    code, message = refused(plan(data), tmp_path)
+    assert code == "SW6125" and words in message
+
+
+def test_parts_of_a_mixture_keep_their_labels(tmp_path: Path) -> None:
+    files = []
+    for name, label in (("good", True), ("bad", False)):
+        (tmp_path / name).mkdir()
+        record = {"prompt": "p ", "completion": name, "label": label}
+        files.append(written(tmp_path / name, record, record))
+    parts = tuple(part("preference", file, labelled=True, weight=1.0) for file in files)
+    data = opened(plan(part("mixture", mixture=parts), length=30, batch=2), tmp_path)
+    block = data.train.read(np.asarray([3, 0]))
+    assert block.tokens.shape == (4, 30) and block.desirable is not None
+    assert block.desirable.tolist() == [False] * 2 + [True] * 2

@@ -15,6 +15,8 @@ from shardwright.data.sequences import ArraySequences, EpochSampler, Indices, Se
 from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
 from shardwright.recipe.literal_types import Schedule
+from shardwright.recipe.objectives import PLAIN_OBJECTIVE
+from tests.unit.data.data_plans import part
 
 
 def plan(
@@ -26,11 +28,13 @@ def plan(
     packing: bool = False,
 ) -> Any:
     return SimpleNamespace(
-        data=SimpleNamespace(kind="text", packing=packing, mixture=()),
+        data=part("text", packing=packing),
         validation=None,
         outer=None,
         island=0,
-        training=SimpleNamespace(global_batch_size=data * micro * accumulation),
+        training=SimpleNamespace(
+            global_batch_size=data * micro * accumulation, objective=PLAIN_OBJECTIVE
+        ),
         strategy=SimpleNamespace(
             data=data,
             micro_batch_size=micro,

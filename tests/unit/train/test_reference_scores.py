@@ -154,5 +154,5 @@ def test_a_score_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         scored(tmp_path, Trainer(value=math.inf))
     [diagnostic] = refused.value.diagnostics
-    assert diagnostic.code == "SW6264" and "pair 1 of train" in diagnostic.message
+    assert diagnostic.code == "SW6264" and "number 1 of train" in diagnostic.message
     assert not list(tmp_path.glob("run/reference/*/*.npy"))

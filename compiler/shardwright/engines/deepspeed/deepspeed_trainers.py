@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -80,9 +80,11 @@ from shardwright.parallel.parameter_names import is_padding
 from shardwright.parallel.preference_loss import PreferenceLoss
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.tensor_parallel_collectives import TENSOR_PARALLEL_RNG
-from shardwright.parallel.token_scores import token_scores
+from shardwright.parallel.token_scores import token_scores, trained_sequences
 from shardwright.parallel.weight_loader import ShardReader, WeightLoader
 from shardwright.plan.plan import Plan
+
+Batches = TypeVar("Batches", bound=Iterable[MicroBatch])
 
 
 class DeepSpeedTrainer:
@@ -112,12 +114,28 @@ class DeepSpeedTrainer:
         preference = self.loss_fn.preference
         return {} if preference is None else preference.metrics(is_counted=self._counts_loss)
 
+    def _trained(self, batches: Batches) -> Batches:
+        """Return the sequences of a step, or of an evaluation, that the loss is of."""
+        if not self.plan.training.objective.traits.reads_labels:
+            return batches
+        at = self.plan.ranks[dist.get_rank()]
+        return cast(
+            Batches,
+            trained_sequences(
+                self.loss_fn,
+                cast(Any, self)._forward,
+                list(batches),
+                is_counted=at.tensor == 0,
+                is_first_shard=at.context == 0,
+            ),
+        )
+
     def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
         at, s = self.plan.ranks[dist.get_rank()], self.plan.strategy
         length = self.plan.training.sequence_length
         return token_scores(
             self.loss_fn,
-            cast(Trainer, self).evaluate,
+            cast(Any, self)._forward,
             rows,
             length=length,
             first_token=at.context * (length // s.context),
@@ -321,6 +339,7 @@ class DataParallelTrainer(DeepSpeedTrainer):
         )
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        micro_batches = self._trained(micro_batches)
         self._begin_step(micro_batches, learning_rate)
         total, norm = torch.zeros((), device=self.device), None
         for m in micro_batches:
@@ -340,17 +359,22 @@ class DataParallelTrainer(DeepSpeedTrainer):
             grad_norm=norm if norm is not None else float(self.engine.get_global_grad_norm()),
         )
 
-    @torch.no_grad()
     def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
         predicted = self._sum(held_out.predicted)
         self.loss_fn.scale = 1 / max(1, predicted)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.engine.eval()
-        for m in held_out:
-            total += self._loss(m)
-        self.engine.train()
+        total = self._forward(self._trained(held_out))
         dist.all_reduce(total, group=self.grid.get_data_parallel_group())
         return total.item(), predicted
+
+    @torch.no_grad()
+    def _forward(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
+        """Return this rank's sum of the losses."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.engine.eval()
+        for m in batches:
+            total += self._loss(m)
+        self.engine.train()
+        return total
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
         attention, dtype = self.plan.model.attention, DTYPES[self.plan.training.precision]
@@ -423,6 +447,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         self._initialize(module, config, None)
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        micro_batches = self._trained(micro_batches)
         self._begin_step(micro_batches, learning_rate)
         loss = self.engine.train_batch(data_iter=iter(self._pipeline_inputs(micro_batches)))
         return StepResult(loss=float(loss), grad_norm=float(self.engine.get_global_grad_norm()))
@@ -432,14 +457,20 @@ class PipelineTrainer(DeepSpeedTrainer):
         self.loss_fn.scale = (
             held_out.at_once * self.plan.strategy.zero_world_size / max(1, predicted)
         )
-        batches, loss = iter(held_out), 0.0
-        for _ in range(0, len(held_out), held_out.at_once):
-            wired = self._pipeline_inputs(list(itertools.islice(batches, held_out.at_once)))
-            loss += float(
-                self.engine.eval_batch(data_iter=iter(wired), num_micro_batches=held_out.at_once)
-            )
+        return self._forward(self._trained(held_out), held_out.at_once), predicted
+
+    def _forward(self, batches: Iterable[MicroBatch], at_once: int | None = None) -> float:
+        """Return the sum of the losses.
+
+        at_once: micro-batches that pass through the pipeline together; None is as in a step
+        """
+        at_once = at_once or self.plan.strategy.gradient_accumulation_steps
+        loss, rest = 0.0, iter(batches)
+        while group := list(itertools.islice(rest, at_once)):
+            wired = iter(self._pipeline_inputs(group))
+            loss += float(self.engine.eval_batch(data_iter=wired, num_micro_batches=len(group)))
         self.engine.module.train()
-        return loss, predicted
+        return loss
 
     def _pipeline_inputs(self, whole: list[MicroBatch]) -> list[tuple[Any, Any]]:
         """Return (input of the first stage, what the loss takes) of each micro-batch."""
@@ -501,7 +532,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     )
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
-    if plan.training.objective.traits.compares_pairs:
+    if plan.training.objective.traits.reads_preferences:
         trainer.loss_fn.preference = PreferenceLoss(
             plan.training.objective, trainer.device, context
         )

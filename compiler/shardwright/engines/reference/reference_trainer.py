@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import DTYPES, conv1d_to_linear, open_model
 from shardwright.parallel.parameter_names import named_buffers, named_parameters
 from shardwright.parallel.preference_loss import PreferenceLoss
-from shardwright.parallel.token_scores import token_scores
+from shardwright.parallel.token_scores import token_scores, trained_sequences
 from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 
@@ -70,7 +70,7 @@ class ReferenceTrainer:
         self._dtype = DTYPES[plan.training.precision]
         chunked = plan.model.loss == "chunked"
         self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
-        if plan.training.objective.traits.compares_pairs:
+        if plan.training.objective.traits.reads_preferences:
             self.loss_fn.preference = PreferenceLoss(plan.training.objective, self.device)
         self.balance = router_balance(plan, model)
         if isinstance(self.loss_fn, ChunkedLoss):
@@ -87,6 +87,7 @@ class ReferenceTrainer:
         )
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        micro_batches = self._trained(micro_batches)
         self.loss_fn.scale = 1 / max(1, sum(m.predicted for m in micro_batches))
         if self.balance is not None:
             self.balance.share = micro_batch_weight(self.plan, len(micro_batches))
@@ -100,13 +101,23 @@ class ReferenceTrainer:
         self.optimizer.accumulate_master_gradients()
         return StepResult(loss=total.item(), grad_norm=self.optimizer.step(learning_rate))
 
-    @torch.no_grad()
     def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
         self.loss_fn.scale = 1 / max(1, held_out.predicted)
+        return self._forward(self._trained(held_out)), held_out.predicted
+
+    @torch.no_grad()
+    def _forward(self, batches: Iterable[MicroBatch]) -> float:
         self.engine.eval()
-        total = sum(self._loss(m).item() for m in held_out)
+        total = sum(self._loss(m).item() for m in batches)
         self.engine.train()
-        return total, held_out.predicted
+        return total
+
+    def _trained(self, batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+        """Return the sequences of a step, or of an evaluation, that the loss is of."""
+        found = trained_sequences(
+            self.loss_fn, self._forward, list(batches), is_counted=True, is_first_shard=True
+        )
+        return list(found)
 
     def objective_metrics(self) -> dict[str, float]:
         preference = self.loss_fn.preference
@@ -115,7 +126,7 @@ class ReferenceTrainer:
     def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
         return token_scores(
             self.loss_fn,
-            self.evaluate,
+            self._forward,
             rows,
             length=self.plan.training.sequence_length,
             first_token=0,

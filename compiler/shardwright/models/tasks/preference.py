@@ -93,6 +93,29 @@ def orpo(o: ObjectiveSection, chosen: Completions, rejected: Completions) -> Pai
     return PairLosses(losses=losses, rewards_chosen=rewards[0], rewards_rejected=rewards[1])
 
 
+def kto(
+    o: ObjectiveSection, completions: Completions, is_desirable: torch.Tensor, others: torch.Tensor
+) -> PairLosses:
+    """Compute Kahneman-Tversky Optimization: equation 8 of arXiv 2402.01306, of n completions.
+
+    is_desirable: (n,) bool
+    others: z0, the mean log-ratio of completions of other prompts, at least 0
+
+    The rewards are 0 for completions of the other label.
+    """
+    assert o.desirable_weight is not None and o.undesirable_weight is not None
+    ratios = completions.log_ratios
+    signs = torch.where(is_desirable, 1.0, -1.0)
+    weights = torch.where(is_desirable, o.desirable_weight, o.undesirable_weight)
+    losses = weights * (1 - torch.sigmoid(_beta(o) * signs * (ratios - others)))
+    rewards = _beta(o) * ratios
+    return PairLosses(
+        losses=losses,
+        rewards_chosen=torch.where(is_desirable, rewards, 0.0),
+        rewards_rejected=torch.where(is_desirable, 0.0, rewards),
+    )
+
+
 def _beta(o: ObjectiveSection) -> float:
     assert o.beta is not None, "it has a default"
     return o.beta
