@@ -31,7 +31,7 @@ TWO: dict[str, Case] = {
 FOUR: dict[str, Case] = {
     "llama-zero1": adamw_8bit(model="llama", data=4),
     "llama-tp2-zero3": adamw_8bit(model="llama-512", tensor=2, data=2, zero_stage=3),
-    "resumed-llama-tp2-pp2": adamw_8bit(model="llama-512", tensor=2, pipeline=2),
+    "resumed-llama-tp2-pp2": adamw_8bit(model="llama-512", tensor=2, pipeline=2, accumulation=4),
 }
 
 
