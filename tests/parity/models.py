@@ -40,6 +40,39 @@ OPT: dict[str, Any] = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
 }
+GPT_NEOX: dict[str, Any] = {
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 257,
+    "max_position_embeddings": 64,
+}
+BLOOM: dict[str, Any] = {
+    "model_type": "bloom",
+    "hidden_size": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "vocab_size": 257,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+GPT_OSS: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
 MODELS = {
     "llama": LLAMA,
     "gpt2": GPT2,
@@ -88,15 +121,7 @@ MODELS = {
         "head_dim": 16,
         **dict.fromkeys(("residual_dropout", "attention_dropout"), 0.0),
     },
-    "gpt_neox": {
-        "model_type": "gpt_neox",
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-        "vocab_size": 257,
-        "max_position_embeddings": 64,
-    },
+    "gpt_neox": GPT_NEOX,
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
@@ -168,34 +193,13 @@ MODELS = {
         "moe_intermediate_size": 48,
         "first_k_dense_replace": 1,
     },
-    "gpt_oss": {
-        **LLAMA,
-        "model_type": "gpt_oss",
-        "head_dim": 16,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 5000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
+    "gpt_oss": GPT_OSS,
     # A soft cap on the logits, a divisor, a factor.
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 0.5},
     "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
     "cohere": {**LLAMA, "model_type": "cohere", "logit_scale": 0.25},
     "opt": {**OPT, "dropout": 0.0, "attention_dropout": 0.0},
-    "bloom": {
-        "model_type": "bloom",
-        "hidden_size": 64,
-        "n_layer": 4,
-        "n_head": 4,
-        "vocab_size": 257,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
+    "bloom": BLOOM,
     # Under Muon rounding errors matter where a gradient, or the lead of a chosen expert, is near 0:
     # with larger weights neither is.
     # Rows of 512: two tensor ranks cut no block of 256 elements.
@@ -216,6 +220,9 @@ MODELS = {
         "norm_topk_prob": True,
         "initializer_range": 0.1,
     },
+    "gpt_neox-wide": {**GPT_NEOX, "initializer_range": 0.1},
+    "bloom-wide": {**BLOOM, "initializer_range": 0.1},
+    "gpt_oss-wide": {**GPT_OSS, "initializer_range": 0.1},
     "dense-first-wide": {
         **LLAMA,
         "model_type": "qwen3_moe",

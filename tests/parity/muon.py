@@ -23,8 +23,8 @@ OPTIMIZER = {
     "eps": EPS,
     "weight_decay": DECAY,
 }
-MATRICES_A_WEIGHT = {"c_attn": 3, "gate_up_proj": 2}
-"""Last part of a module's or parameter's name -> equal matrices that the weight joins."""
+HEADS, HEAD = 4, 16
+"""Query heads of the fused models, and the features of each."""
 
 
 def zeropower(g: torch.Tensor) -> torch.Tensor:
@@ -39,23 +39,38 @@ def zeropower(g: torch.Tensor) -> torch.Tensor:
     return x.t() if g.size(0) > g.size(1) else x
 
 
-def orthogonal_update(g: torch.Tensor, joined: int) -> torch.Tensor:
+def rows_of_matrices(model: str, leaf: str, rows: int) -> list[torch.Tensor]:
+    """The rows (output features) of each matrix that a weight joins, as the model reads them."""
+    every = torch.arange(rows)
+    if leaf == "query_key_value":  # GPT-NeoX, BLOOM: each head has its query, key and value
+        return [every.view(HEADS, 3, HEAD)[:, i].reshape(-1) for i in range(3)]
+    if leaf == "qkv_proj":  # Phi-3: all queries, then the fewer keys and values
+        return list(every.split([HEADS * HEAD, HEADS * HEAD // 2, HEADS * HEAD // 2]))
+    if leaf == "gate_up_proj" and model == "gpt_oss":
+        return [every[0::2], every[1::2]]
+    return list(every.chunk({"c_attn": 3, "gate_up_proj": 2}.get(leaf, 1)))
+
+
+def orthogonal_update(g: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
     """g: (out, in), or (experts, out, in)."""
     if g.ndim == 3:
-        return torch.stack([orthogonal_update(each, joined) for each in g])
-    parts = [
-        zeropower(part) * max(1.0, part.size(0) / part.size(1)) ** 0.5 for part in g.chunk(joined)
-    ]
-    return torch.cat(parts)
+        return torch.stack([orthogonal_update(each, matrices) for each in g])
+    update = torch.zeros_like(g)
+    for rows in matrices:
+        part = g[rows]
+        update[rows] = zeropower(part) * max(1.0, part.size(0) / part.size(1)) ** 0.5
+    return update
 
 
 def muon_update(model: Any) -> Update:
     transposed = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Conv1D)}
     named = dict(model.named_parameters())
+    if model.config.model_type == "gpt_oss":
+        transposed |= {name for name, p in named.items() if p.ndim == 3}
     matrices = {
         name: p
         for name, p in named.items()
-        if (".layers." in name or ".h." in name) and p.ndim >= 2
+        if (".layers." in name or ".h." in name) and p.ndim >= 2 and not name.endswith("_bias")
     }
     rest = [p for name, p in named.items() if name not in matrices]
     adamw = torch.optim.AdamW(decaying_groups(rest, DECAY), betas=BETAS, eps=EPS)
@@ -65,17 +80,21 @@ def muon_update(model: Any) -> Update:
         for group in adamw.param_groups:
             group["lr"] = rate * ADAMW_LR / MUON_LR
         for name, p in matrices.items():
-            _update(p, momentum[name], rate, name, name in transposed)
+            _update(p, momentum[name], rate, (model.config.model_type, name), name in transposed)
         adamw.step()
 
     return update
 
 
-def _update(p: Any, buffer: torch.Tensor, rate: float, name: str, is_transposed: bool) -> None:
+def _update(
+    p: Any, buffer: torch.Tensor, rate: float, at: tuple[str, str], is_transposed: bool
+) -> None:
     """One matrix: Nesterov's momentum, Newton-Schulz, decoupled weight decay."""
     buffer.mul_(MOMENTUM).add_(p.grad)
     g = p.grad + MOMENTUM * buffer
-    leaf = name.removesuffix(".weight").rpartition(".")[2]
-    joined = MATRICES_A_WEIGHT.get(leaf, 1)
-    update = orthogonal_update(g.T if is_transposed else g, joined)
-    p.mul_(1 - rate * DECAY).sub_(update.T if is_transposed else update, alpha=rate)
+    model, name = at
+    g = g.mT if is_transposed else g
+    matrices = rows_of_matrices(model, name.removesuffix(".weight").rpartition(".")[2], g.size(-2))
+    update = orthogonal_update(g, matrices)
+    p.mul_(1 - rate * DECAY).sub_(update.mT if is_transposed else update, alpha=rate)
+

@@ -31,6 +31,7 @@ from shardwright.recipe.recipe_types import (
     with_resolved_kernels,
 )
 from shardwright.search.rule_registry import GENERAL_RULES, rules_for
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import model_section, recipe_of
 
 MODELS = (
@@ -39,6 +40,12 @@ MODELS = (
     "mistralai/Mixtral-8x7B-v0.1",
     "bigscience/bloom-560m",
 )
+MAMBA: dict[str, JsonValue] = {
+    "model_type": "mamba",
+    "hidden_size": 768,
+    "num_hidden_layers": 24,
+    "vocab_size": 50280,
+}
 PLAIN = Layout(
     tensor=1,
     pipeline=1,
@@ -190,10 +197,11 @@ def examples() -> dict[str, Diagnostic]:
 
 
 def subjects() -> Iterator[Candidate]:
-    for source, recipe, change in itertools.product(MODELS, recipes(), CHANGES):
+    sections = (*(model_section(source=source) for source in MODELS), model_section(config=MAMBA))
+    for section, recipe, change in itertools.product(sections, recipes(), CHANGES):
         strategy = dataclasses.replace(PLAIN, **change)
         pins = dataclasses.replace(recipe.parallelism, expert=strategy.expert)
-        graph, pinned = build_model_graph(model_section(source=source)), recipe.model.attention
+        graph, pinned = build_model_graph(section), recipe.model.attention
         yield Candidate(
             recipe=dataclasses.replace(recipe, parallelism=pins),
             graph=graph if pinned == "auto" else dataclasses.replace(graph, attention=pinned),

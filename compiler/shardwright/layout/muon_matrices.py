@@ -7,24 +7,19 @@ Muon takes the matrices of the decoder layers (https://kellerjordan.github.io/po
 from __future__ import annotations
 
 import functools
-import math
-import re
 
-from shardwright.layout.tensor_parallel_map import fused_blocks
+from shardwright.layout.fused_weights import (
+    JoinedMatrices,
+    joined_matrices,
+    matrix_sizes,
+    stacked_weights,
+)
 from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_graph import ModelGraph, Parameter, name_pattern
 from shardwright.models.trainable_parameters import frozen_parameter_names
 
 _NO_MATRICES = ("norm", "embed", "conv", "bias")
 """Parts of names of modules whose two-dimensional weight is a table, a filter or a row a head."""
-
-_FUSED = re.compile(
-    r"qkv|query_key_value|c_attn|in_proj|gate_up|gate_and_up|wi_fused|w12", re.IGNORECASE
-)
-"""Matches names of weights that join several matrices: of attention, or of a gated feed-forward."""
-
-Parts = tuple[int, ...]
-"""Rows of each matrix that a weight (out, in) joins; () for one matrix."""
 
 
 def is_muon_matrix(graph: ModelGraph, parameter: Parameter) -> bool:
@@ -62,34 +57,30 @@ def muon_parameters(graph: ModelGraph, freeze: tuple[str, ...]) -> tuple[Paramet
 
 def unsplit_parameter(graph: ModelGraph, freeze: tuple[str, ...]) -> Parameter | None:
     """Return a parameter that joins matrices in an order that this version does not know."""
-    return next((p for p in muon_parameters(graph, freeze) if _parts(graph, p) is None), None)
+    return next(
+        (p for p in muon_parameters(graph, freeze) if joined_matrices(graph, p) is None), None
+    )
 
 
-def muon_parts(graph: ModelGraph, freeze: tuple[str, ...]) -> dict[str, Parts]:
-    """Return Muon's parameters by pattern: the rows of each matrix that they join.
+def muon_matrices(graph: ModelGraph, freeze: tuple[str, ...]) -> dict[str, JoinedMatrices]:
+    """Return Muon's parameters by pattern, with the matrices that they join.
 
-    A pattern (`*` for numbers) stands for all parameters that it matches; one whose parts differ
+    A pattern (`*` for numbers) stands for all parameters that it matches; one whose matrices differ
     between layers is listed by its layers' own names.
     """
-    by_pattern: dict[str, dict[str, Parts]] = {}
+    by_pattern: dict[str, dict[str, JoinedMatrices]] = {}
     for p in muon_parameters(graph, freeze):
-        by_pattern.setdefault(name_pattern(p.name), {})[p.name] = _parts(graph, p) or ()
+        joined = joined_matrices(graph, p) or JoinedMatrices()
+        by_pattern.setdefault(name_pattern(p.name), {})[p.name] = joined
     every: dict[str, int] = {}
     for layer in graph.layers:
         for p in layer.parameters:
             every[name_pattern(p.name)] = every.get(name_pattern(p.name), 0) + 1
-    found: dict[str, Parts] = {}
+    found: dict[str, JoinedMatrices] = {}
     for pattern, names in by_pattern.items():
         alike = len(set(names.values())) == 1 and len(names) == every[pattern]
         found |= {pattern: next(iter(names.values()))} if alike else names
     return found
-
-
-def _parts(graph: ModelGraph, parameter: Parameter) -> Parts | None:
-    blocks = fused_blocks(graph, parameter)
-    if blocks == () and _FUSED.search(parameter.name.removesuffix(".weight").rpartition(".")[2]):
-        return None
-    return blocks
 
 
 def newton_schulz_flops(graph: ModelGraph, parameter: Parameter, steps: int) -> int:
@@ -98,9 +89,6 @@ def newton_schulz_flops(graph: ModelGraph, parameter: Parameter, steps: int) -> 
     An iteration on m x n, m <= n, is X X^T (2 m^2 n), its square (2 m^3) and a product with X
     (2 m^2 n).
     """
-    *stack, rows, columns = parameter.shape
-    parts = _parts(graph, parameter) or (rows,)
-    if sum(parts) != rows:  # Conv1D holds (in, out)
-        columns = rows
-    sizes = [(min(part, columns), max(part, columns)) for part in parts]
-    return math.prod(stack) * steps * sum(4 * m * m * n + 2 * m**3 for m, n in sizes)
+    sizes = matrix_sizes(parameter, joined_matrices(graph, parameter) or JoinedMatrices())
+    iteration = sum(4 * m * m * n + 2 * m**3 for m, n in sizes)
+    return stacked_weights(parameter) * steps * iteration

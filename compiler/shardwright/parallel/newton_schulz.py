@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
+
+from shardwright.layout.fused_weights import JoinedMatrices
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _CHUNK_ELEMENTS = 2**26
@@ -25,21 +28,30 @@ def newton_schulz(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     return found
 
 
-def orthogonalized(update: torch.Tensor, parts: tuple[int, ...], steps: int) -> torch.Tensor:
+def orthogonalized(update: torch.Tensor, joined: JoinedMatrices, steps: int) -> torch.Tensor:
     """Return a weight's update (..., out, in), each matrix by itself, scaled by
-    sqrt(max(1, out / in)).
-
-    parts: output features of each matrix that the weight joins; () for one
-    """
+    sqrt(max(1, out / in))."""
+    if joined.order.is_transposed:
+        upright = replace(joined, order=replace(joined.order, is_transposed=False))
+        return orthogonalized(update.mT.contiguous(), upright, steps).mT.contiguous()
     found = torch.empty_like(update)
-    stacked = update.view(-1, *update.shape[-2:])
-    result = found.view(-1, *update.shape[-2:])
-    each = max(1, _CHUNK_ELEMENTS // max(1, stacked[0].numel()))
+    rows, columns = update.shape[-2:]
+    groups = joined.order.groups
+    stacked, result = (
+        tensor.view(-1, groups, rows // groups, columns) for tensor in (update, found)
+    )
+    each = max(1, _CHUNK_ELEMENTS // max(1, rows * columns))
     for first in range(0, len(stacked), each):
         begin = 0
-        for rows in parts or (update.size(-2),):
-            block = stacked[first : first + each, begin : begin + rows]
-            scale = math.sqrt(max(1.0, rows / update.size(-1)))
-            result[first : first + each, begin : begin + rows] = newton_schulz(block, steps) * scale
-            begin += rows
+        for part in joined.rows or (rows,):
+            of_matrix = (
+                slice(first, first + each),
+                slice(None),
+                slice(begin, begin + part // groups),
+            )
+            block = stacked[of_matrix].reshape(-1, part, columns)
+            scale = math.sqrt(max(1.0, part / columns))
+            matrices = newton_schulz(block, steps) * scale
+            result[of_matrix] = matrices.view(-1, groups, part // groups, columns)
+            begin += part // groups
     return found

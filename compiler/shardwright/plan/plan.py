@@ -18,6 +18,7 @@ from typing import Any
 from shardwright.diagnostics import refusal
 from shardwright.layout.axes import axis_named, rank_coordinates
 from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
+from shardwright.layout.fused_weights import FusedOrder, JoinedMatrices
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Memory, Time, Training
 from shardwright.layout.optimizers import OPTIMIZERS
@@ -228,6 +229,8 @@ class Plan:
     outer: None without islands
     muon: pattern of a parameter's name (`*` for numbers) -> rows of each matrix that the parameter
         joins, () for one matrix; {} where AdamW has all parameters
+    muon_orders: pattern in `muon` -> how the weight holds those rows, where they do not lie one
+        after another
     """
 
     version: int
@@ -261,6 +264,7 @@ class Plan:
     experts: tuple[str, ...] = ()
     outer: PlanDiLoCo | None = None
     muon: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    muon_orders: Mapping[str, FusedOrder] = field(default_factory=dict)
 
     @property
     def device(self) -> DeviceKind:
@@ -314,9 +318,13 @@ class Plan:
         model."""
         return parameter.rpartition(".")[0] in self.experts
 
-    def muon_parts(self, parameter: str) -> tuple[int, ...] | None:
-        """Return the rows of the matrices that a parameter joins; None where AdamW has it."""
-        return self.muon.get(parameter, self.muon.get(name_pattern(parameter)))
+    def muon_matrices(self, parameter: str) -> JoinedMatrices | None:
+        """Return the matrices that a parameter joins; None where AdamW has it."""
+        for name in (parameter, name_pattern(parameter)):
+            if name in self.muon:
+                order = self.muon_orders.get(name, FusedOrder())
+                return JoinedMatrices(rows=self.muon[name], order=order)
+        return None
 
     @property
     def matrix_elements(self) -> int:
@@ -328,7 +336,7 @@ class Plan:
             for name, shape in named.items()
             if (row.factors and len(shape) >= 2)
             or (row.quantizes and is_quantized(math.prod(shape)))
-            or (self.muon and self.muon_parts(name) is not None)
+            or (self.muon and self.muon_matrices(name) is not None)
         )
 
     def expert_shard_count(self, parameter: str) -> int:
@@ -435,6 +443,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["experts"]
     if not plan.muon:
         del document["muon"]
+    if not plan.muon_orders:
+        del document["muon_orders"]
     document["training"] = dict(without_objective_defaults(document["training"]))
     for key in keys_without_effect(plan.optimizer.name):
         del document["optimizer"][key]

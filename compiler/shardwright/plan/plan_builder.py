@@ -10,11 +10,12 @@ import shardwright
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.layout.axes import rank_coordinates
 from shardwright.layout.formats import accumulation_dtype, element_bytes
+from shardwright.layout.fused_weights import FusedOrder
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.low_precision_modules import low_precision_modules
-from shardwright.layout.muon_matrices import muon_parts
+from shardwright.layout.muon_matrices import muon_matrices
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.models.expert_modules import expert_modules
@@ -241,6 +242,8 @@ def build_plan(
     assert recipe.data is not None, "check_training_data has passed"
     training = recipe.training
     outer = recipe.training.outer
+    has_muon = OPTIMIZERS[training.optimizer.name].orthogonalizes
+    muon = muon_matrices(graph, recipe.model.freeze) if has_muon else {}
     owner = {
         stage: rank
         for rank in range(strategy.pipeline)
@@ -326,9 +329,10 @@ def build_plan(
         outer=None
         if outer is None
         else copy_shared_fields(PlanDiLoCo, outer, islands=recipe.cluster.islands, island=None),
-        muon=muon_parts(graph, recipe.model.freeze)
-        if OPTIMIZERS[training.optimizer.name].orthogonalizes
-        else {},
+        muon={name: joined.rows for name, joined in muon.items()},
+        muon_orders={
+            name: joined.order for name, joined in muon.items() if joined.order != FusedOrder()
+        },
     )
 
 

@@ -280,7 +280,7 @@ def reference_muon(model: nn.Module, plan: Plan) -> ReferenceMuon | None:
         return None
     transposed = (f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Conv1D))
     return ReferenceMuon(
-        parts=plan.muon_parts,
+        matrices=plan.muon_matrices,
         transposed=frozenset(transposed),
         momentum=optimizer.momentum,
         steps=optimizer.ns_steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwright.layout.fused_weights import FusedOrder, JoinedMatrices
 from shardwright.parallel import newton_schulz as module
 from shardwright.parallel.newton_schulz import newton_schulz, orthogonalized
 
@@ -22,7 +23,7 @@ def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) 
 
 
 def test_a_zero_update_stays_zero() -> None:
-    assert not orthogonalized(torch.zeros(3, 8, 4), (), 5).any()
+    assert not orthogonalized(torch.zeros(3, 8, 4), JoinedMatrices(), 5).any()
 
 
 def test_joined_and_stacked_matrices_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +42,26 @@ def test_joined_and_stacked_matrices_are_separate(monkeypatch: pytest.MonkeyPatc
     )
     for elements in (2**26, 2 * 24 * 4, 1):  # all experts at a time, two, one
         monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
-        assert torch.allclose(orthogonalized(stack, (16, 8), 3), expected, atol=1e-6)
-    whole = orthogonalized(stack, (), 3)
+        assert torch.allclose(
+            orthogonalized(stack, JoinedMatrices(rows=(16, 8)), 3), expected, atol=1e-6
+        )
+    whole = orthogonalized(stack, JoinedMatrices(), 3)
     assert not torch.allclose(whole, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_alternating_matrices_are_separate(is_transposed: bool) -> None:
+    """Two heads, each with two queries of 4 features, a key and a value."""
+    torch.manual_seed(0)
+    stack = torch.randn(3, 32, 6)
+    head = torch.arange(32).view(2, 16)
+    rows = [head[:, :8].flatten(), head[:, 8:12].flatten(), head[:, 12:].flatten()]
+    expected = torch.empty_like(stack)
+    for each in rows:
+        scale = max(1.0, len(each) / 6) ** 0.5
+        expected[:, each] = newton_schulz(stack[:, each], 3) * scale
+    order = FusedOrder(groups=2, is_transposed=is_transposed)
+    joined = JoinedMatrices(rows=(16, 8, 8), order=order)
+    held = stack.mT.contiguous() if is_transposed else stack
+    found = orthogonalized(held, joined, 3)
+    assert torch.allclose(found.mT if is_transposed else found, expected, atol=1e-6)

@@ -17,6 +17,12 @@ from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_
 from tests.unit.search.test_layout_rules import change
 
 Config = dict[str, JsonValue]
+MAMBA: Config = {
+    "model_type": "mamba",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 257,
+}
 NEOX: Config = {
     "model_type": "gpt_neox",
     "hidden_size": 64,
@@ -44,16 +50,16 @@ def found(recipe: Recipe, config: Config, **layout: Any) -> dict[str, Diagnostic
     }
 
 
-@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2])
+@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2, NEOX])
 def test_accepted(config: Config) -> None:
     assert not found(with_muon(config), config)
 
 
 def test_joined_matrices_of_unknown_order_are_refused() -> None:
-    diagnostic = found(with_muon(NEOX), NEOX)["SW3231"]
+    diagnostic = found(with_muon(MAMBA), MAMBA)["SW3231"]
     assert diagnostic.severity == "error"
-    assert "gpt_neox.layers.0.attention.query_key_value.weight" in diagnostic.message
-    assert not found(recipe_of(NEOX), NEOX)
+    assert "backbone.layers.0.mixer.in_proj.weight" in diagnostic.message
+    assert not found(recipe_of(MAMBA), MAMBA)
 
 
 def test_unverified_settings_are_refused() -> None:

@@ -140,7 +140,7 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
     of their own."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     by_name = named_parameters(plan, module) if plan.muon else {}
-    matrices = {p for name, p in by_name.items() if plan.muon_parts(name) is not None}
+    matrices = {p for name, p in by_name.items() if plan.muon_matrices(name) is not None}
     experts = [(name, p) for name, p in named if is_moe_param(p)]
     dense = [(name, p) for name, p in named if not is_moe_param(p)]
     if plan.strategy.pipeline > 1:

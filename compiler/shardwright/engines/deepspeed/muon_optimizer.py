@@ -24,6 +24,7 @@ from shardwright.engines.deepspeed.weight_shards import (
     sharing_ranks,
 )
 from shardwright.engines.trainer_protocol import OwnedShard
+from shardwright.layout.fused_weights import JoinedMatrices
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.zero_settings import MUON_BUCKET_NUMEL
 from shardwright.parallel.newton_schulz import orthogonalized
@@ -34,13 +35,13 @@ from shardwright.plan.plan import Plan
 class Matrix:
     """Hold a weight's place, and who orthogonalizes it.
 
-    parts: rows of each matrix that the weight joins; () for one
+    joined: the matrices that the weight joins
     is_local: one rank owns all elements
     owner: rank in the group that orthogonalizes the weight
     """
 
     shard: WeightShard
-    parts: tuple[int, ...]
+    joined: JoinedMatrices
     is_local: bool = True
     owner: int = 0
 
@@ -78,7 +79,7 @@ class MuonAdamW(torch.optim.AdamW):
         self._masters: dict[torch.Tensor, MasterMatrices] = {}
 
     def takes(self, name: str) -> bool:
-        return self._plan.muon_parts(name) is not None
+        return self._plan.muon_matrices(name) is not None
 
     def element_states(self, name: str) -> dict[str, torch.Tensor]:
         return {}
@@ -100,9 +101,9 @@ class MuonAdamW(torch.optim.AdamW):
         work = {key: [0] * len(among.ranks) for key, among in sharing.items()}
         for shard in locate(plan, owned, transposed):
             name, sharded = shard.name, plan.expert_shard_count(shard.name) > 1
-            parts = plan.muon_parts(name)
-            assert parts is not None
-            matrix = Matrix(shard, parts)
+            joined = plan.muon_matrices(name)
+            assert joined is not None
+            matrix = Matrix(shard, joined)
             if not {everyone[r][name] for r in sharing[sharded].ranks} <= {0, shard.full_numel}:
                 matrix.is_local = False
                 matrix.owner = work[sharded].index(min(work[sharded]))
@@ -177,7 +178,7 @@ class MuonAdamW(torch.optim.AdamW):
                 matrix.shard.own(flat).copy_(matrix.shard.take(slot))
 
     def _orthogonalized(self, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
-        return orthogonalized(values.view(matrix.shard.shape), matrix.parts, self._steps).view(-1)
+        return orthogonalized(values.view(matrix.shard.shape), matrix.joined, self._steps).view(-1)
 
 
 def _buckets(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:

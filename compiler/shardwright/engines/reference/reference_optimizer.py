@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.layout.fused_weights import JoinedMatrices
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.lion import Lion
 from shardwright.parallel.newton_schulz import orthogonalized
@@ -23,11 +24,11 @@ OptimizerOfGroups = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 class ReferenceMuon:
     """Update matrices by name (https://kellerjordan.github.io/posts/muon).
 
-    parts: returns the rows of the matrices that a weight joins, () for one; None where AdamW has it
+    matrices: returns the matrices that a weight joins; None where AdamW has it
     transposed: names of weights that are stored as (in, out)
     """
 
-    parts: Callable[[str], tuple[int, ...] | None]
+    matrices: Callable[[str], JoinedMatrices | None]
     transposed: frozenset[str]
     momentum: float
     steps: int
@@ -35,7 +36,7 @@ class ReferenceMuon:
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def takes(self, name: str) -> bool:
-        return self.parts(name) is not None
+        return self.matrices(name) is not None
 
     @torch.no_grad()
     def update(self, name: str, weight: torch.Tensor, rate: float) -> None:
@@ -47,7 +48,9 @@ class ReferenceMuon:
         update = gradient.lerp(buffer, self.momentum)
         is_transposed = name in self.transposed
         matrix = update.t().contiguous() if is_transposed else update
-        matrix = orthogonalized(matrix, self.parts(name) or (), self.steps)
+        joined = self.matrices(name)
+        assert joined is not None
+        matrix = orthogonalized(matrix, joined, self.steps)
         weight.mul_(1 - rate * self.weight_decay)
         weight.sub_(matrix.t() if is_transposed else matrix, alpha=rate)
 
