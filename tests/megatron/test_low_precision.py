@@ -147,10 +147,8 @@ def test_the_planned_linears_compute_under_the_recipe(
             wanted = None if kept else RECIPES[name]
             assert layer == dict.fromkeys(linears, wanted), (name, model, place)
         assert plan.low_precision is not None
-        attention_and_mlp = {f"{path}.weight" for path in plan.low_precision.modules}
-        experts = {key for key in answer["held"] if ".experts." in key}
-        assert set(answer["held"]) - experts == attention_and_mlp, (name, model)
-        assert bool(experts) == (model == "mixtral")
+        assert set(answer["held"]) == plan.low_precision.weights, (name, model)
+        assert bool(plan.low_precision.experts) == (model == "mixtral")
 
 
 @pytest.mark.prove

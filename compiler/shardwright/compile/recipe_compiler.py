@@ -307,6 +307,7 @@ def _build_plan(
         inputs.weights,
         None if inputs.remote_code is None else inputs.remote_code[1],
         _balance(problem),
+        converts_experts=engine.traits.low_precision_experts,
     )
     if engine.transformer_engine is not None:
         candidate = Candidate(

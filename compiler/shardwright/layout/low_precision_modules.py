@@ -6,6 +6,7 @@ import functools
 from fnmatch import fnmatchcase
 
 from shardwright.layout.formats import LOW_PRECISION_FORMATS
+from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_graph import Layer, ModelGraph
 from shardwright.models.trainable_parameters import linear_modules
 from shardwright.recipe.recipe_types import TrainingSection
@@ -32,6 +33,19 @@ def low_precision_modules(
         for path in _converted(
             layer, training.low_precision, training.low_precision_keep, is_emulated
         )
+    )
+
+
+def low_precision_experts(graph: ModelGraph, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the stacks of experts' weights in the layers of converted linears, in the
+    model's order, for an engine whose experts multiply in low precision."""
+    stacks = expert_modules(graph)
+    return tuple(
+        p.name
+        for layer in graph.layers
+        if any(path.startswith(f"{layer.name}.") for path in modules)
+        for p in layer.parameters
+        if len(p.shape) == 3 and p.name.rpartition(".")[0] in stacks
     )
 
 

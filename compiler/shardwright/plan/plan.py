@@ -146,10 +146,19 @@ class PlanLora(LoraSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLowPrecision:
-    """Hold the format of `training.low_precision` and the paths of the linears that run in it."""
+    """Hold the format of `training.low_precision` and the paths of the linears that run in it.
+
+    experts: names of the weights of stacked experts that run in it, too
+    """
 
     format: str
     modules: tuple[str, ...]
+    experts: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Return the names of all weights that run in it."""
+        return frozenset((*(f"{path}.weight" for path in self.modules), *self.experts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,6 +469,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["model"]["frozen"]
     if plan.low_precision is None:
         del document["low_precision"]
+    elif not plan.low_precision.experts:
+        del document["low_precision"]["experts"]
     if plan.outer is None:
         del (
             document["outer"],

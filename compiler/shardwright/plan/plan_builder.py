@@ -14,7 +14,10 @@ from shardwright.layout.fused_weights import FusedOrder
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.layout.low_precision_modules import low_precision_modules
+from shardwright.layout.low_precision_modules import (
+    low_precision_experts,
+    low_precision_modules,
+)
 from shardwright.layout.muon_matrices import muon_matrices
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
@@ -232,11 +235,14 @@ def build_plan(
     weights: WeightsLocation | None,
     remote_code: RemoteCode | None,
     balance: PlanRouterAuxLoss | None,
+    *,
+    converts_experts: bool = False,
 ) -> Plan:
     """Build the plan, without its engine's section.
 
     weights: where they are; None for random ones
     balance: the routers' balance loss; None where there is none
+    converts_experts: the engine's experts multiply in the recipe's low precision, too
     """
     strategy = estimate.strategy
     assert recipe.data is not None, "check_training_data has passed"
@@ -318,12 +324,7 @@ def build_plan(
             v, data=plan_data(v.data, has_images=graph.task_traits.has_images)
         ),
         lora=plan_lora(recipe, graph),
-        low_precision=None
-        if training.low_precision == "none"
-        else PlanLowPrecision(
-            format=training.low_precision,
-            modules=low_precision_modules(graph, training, is_emulated=cluster.gpu.is_cpu),
-        ),
+        low_precision=_low_precision(recipe, graph, cluster, converts_experts=converts_experts),
         digests={},
         experts=tuple(expert_modules(graph)) if strategy.shards_experts else (),
         outer=None
@@ -333,6 +334,20 @@ def build_plan(
         muon_orders={
             name: joined.order for name, joined in muon.items() if joined.order != FusedOrder()
         },
+    )
+
+
+def _low_precision(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, *, converts_experts: bool
+) -> PlanLowPrecision | None:
+    training = recipe.training
+    if training.low_precision == "none":
+        return None
+    modules = low_precision_modules(graph, training, is_emulated=cluster.gpu.is_cpu)
+    return PlanLowPrecision(
+        format=training.low_precision,
+        modules=modules,
+        experts=low_precision_experts(graph, modules) if converts_experts else (),
     )
 
 

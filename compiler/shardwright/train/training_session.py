@@ -100,7 +100,7 @@ def planned_parameters(
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     paths = {path for layer in layers for path in outside.get(layer, (layer,))}
     low = plan.low_precision
-    converted = frozenset() if low is None else frozenset(f"{m}.weight" for m in low.modules)
+    converted = frozenset() if low is None else low.weights
     found: dict[str, PlannedParameter] = {}
     for parameter in (p for module in plan.tensor_parallel.modules for p in module.parameters):
         name, shape = parameter.name, parameter.shard_shape(at.tensor)

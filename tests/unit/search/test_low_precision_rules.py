@@ -9,7 +9,11 @@ import pytest
 
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
-from shardwright.layout.low_precision_modules import low_precision_modules, low_precision_shares
+from shardwright.layout.low_precision_modules import (
+    low_precision_experts,
+    low_precision_modules,
+    low_precision_shares,
+)
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_types import LoraSection, Recipe
@@ -78,6 +82,18 @@ def test_linears_are_converted_and_routers_and_experts_are_not() -> None:
     paths = low_precision_modules(graph, low("fp8_rowwise").training, is_emulated=False)
     names = {path.rpartition(".")[2] for path in paths}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_stacks_of_experts_of_the_layers_with_converted_linears() -> None:
+    graph = graph_of({**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4})
+    training = low("mxfp8", "model.layers.0").training
+    paths = low_precision_modules(graph, training, is_emulated=False)
+    assert low_precision_experts(graph, paths) == tuple(
+        f"model.layers.{layer}.mlp.experts.{name}"
+        for layer in range(1, len(graph.layers) - 2)
+        for name in ("gate_up_proj", "down_proj")
+    )
+    assert low_precision_experts(graph, ()) == ()
 
 
 def test_odd_widths_are_left_alone_but_where_they_are_emulated() -> None:

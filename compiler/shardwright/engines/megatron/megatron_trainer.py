@@ -438,8 +438,8 @@ class MegatronTrainer:
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return this rank's shard of each parameter, without the rows that pad a vocabulary."""
         held: dict[str, ParameterShard] = {}
-        planned = self.plan.low_precision.modules if self.plan.low_precision else ()
-        linears = {f"{path}.weight" for path in planned}
+        low = self.plan.low_precision
+        planned = frozenset() if low is None else low.weights
         for piece in (p for p in self.found if not p.is_buffer):
             name, earlier = piece.name, held.get(piece.name)
             held[name] = ParameterShard(
