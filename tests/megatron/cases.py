@@ -196,3 +196,19 @@ SAMPLE: dict[str, Case] = {
     )
 }
 """What is run without `make prove`, in one launch."""
+
+MUON: dict[str, Case] = {
+    "muon-one": case(zero_stage=0),
+    "muon-tp2-sequence": case(zero_stage=0, **cut()),
+    "muon-dp2": case(data=2, zero_stage=0),
+    "muon-tied-pp2": case("llama-tied", pipeline=2, zero_stage=0),
+    "muon-cp2": case(context=2, zero_stage=0),
+    "muon-gpt2-tp2": case("gpt2-plain-wide", tensor=2, zero_stage=0),
+    "muon-phi3-pp2": case("phi3", pipeline=2, zero_stage=0),
+    "muon-deepseek-ep2-tp2": case("deepseek_v3", expert=2, data=2, zero_stage=0, **cut()),
+    "muon-qwen3-moe-tp2": case("qwen3_moe-wide", zero_stage=0, **cut()),
+    "muon-qwen3-moe-ep2-tp2": case("qwen3_moe-wide", expert=2, zero_stage=0, **cut(), **WHOLE),
+    "muon-qwen3-moe-ep2-dp2": case("qwen3_moe-wide", expert=2, data=2, zero_stage=0),
+    "muon-bf16-tp2": case(zero_stage=0, precision="bf16", **cut()),
+}
+"""Those that train by Muon; they need emerging-optimizers."""

@@ -4,6 +4,7 @@ left out."""
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.cases import CASES
+from tests.megatron.cases import CASES, MUON
 from tests.megatron.test_arguments import PLANS, asked, random_plans
 from tests.megatron.test_parity import check, launched
 
@@ -38,6 +39,15 @@ AGAIN = (
 def test_layouts_train_as_one_plain_process(tmp_path: Path) -> None:
     for name, found in launched({name: CASES[name] for name in AGAIN}, tmp_path).items():
         check(CASES[name], found)
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("emerging_optimizers"), reason="emerging-optimizers is missing"
+)
+def test_muon_trains_as_one_plain_process(tmp_path: Path) -> None:
+    """Megatron-Core's own Muon against a plain one, with its states' bytes."""
+    for name, found in launched(MUON, tmp_path).items():
+        check(MUON[name], found)
 
 
 def test_random_plans_are_accepted_and_built(

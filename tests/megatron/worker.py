@@ -27,9 +27,12 @@ from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference, write_inputs
 from tests.parity.models import MODELS
+from tests.parity.muon import OPTIMIZER, muon_reference
 from tests.parity.reference import initial_model
 
 SECONDS = 60
+MUON = "muon-"
+"""Cases of this name train by Muon."""
 SPLIT = 20
 """Where the second document of a packed row begins."""
 
@@ -37,7 +40,11 @@ SPLIT = 20
 def prepared(case: Case, folder: Path) -> tuple[Case, Plan, Any]:
     """Compiled, without the proof that each compile makes in a process of its own, and trained in
     one plain process."""
-    tokens = write_inputs(case, folder)
+    tokens, by_muon = write_inputs(case, folder), folder.name.startswith(MUON)
+    if by_muon:
+        document = json.loads((folder / "recipe.yaml").read_text())
+        document["training"]["optimizer"] = OPTIMIZER
+        (folder / "recipe.yaml").write_text(json.dumps(document))
     made = compile_recipe(load_recipe(folder / "recipe.yaml"))
     for name, content in made.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +52,9 @@ def prepared(case: Case, folder: Path) -> tuple[Case, Plan, Any]:
     return (
         case,
         made.plan,
-        reference(case, tokens, torch.float32 if case.precision == "fp32" else torch.bfloat16),
+        muon_reference(case, tokens)
+        if by_muon
+        else reference(case, tokens, torch.float32 if case.precision == "fp32" else torch.bfloat16),
     )
 
 
@@ -85,6 +94,8 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     assert all(count == 2 for count in repeats.values()), repeats
     check_master_weights(trainer.owned_shards())
     check_host_optimizer(case, trainer)
+    if plan.muon:
+        check_muon_states(plan, trainer, folder)
     held = sum(p.resident_bytes for p in trainer.parameter_shards().values())
     assert held == at.parameter_bytes, (held, at)
     half = case.precision == "bf16"
@@ -95,6 +106,40 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     parallel_state.destroy_model_parallel()
     difference = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**difference, "packed": packed, "weights": weights}
+
+
+def check_muon_states(plan: Plan, trainer: Any, folder: Path) -> None:
+    """Check that the moments are those of the plan's matrices and of AdamW's parameters, and that
+    their bytes are those that the planner counts."""
+    from torch import distributed as dist
+
+    from shardwright.compile.recipe_compiler import read_problem
+    from shardwright.cost.peak_memory import estimate_memory
+    from shardwright.search.layout_resolution import price_planned_layout
+
+    for f in trainer.owned_shards():
+        if "value" not in f.states:
+            expected = 2 if plan.muon_matrices(f.name) is not None else 3
+            assert len(f.states) == expected, (f.name, list(f.states))
+    moments = [
+        value
+        for optimizer in trainer.states.optimizers
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step" and isinstance(value, torch.Tensor)
+    ]
+    masters = [
+        master
+        for optimizer in trainer.states.optimizers
+        for group in optimizer.param_groups
+        for master in (group["params"] if plan.training.precision == "bf16" else ())
+    ]
+    held = sum(value.numel() * value.element_size() for value in (*moments, *masters))
+    layout, _ = price_planned_layout(
+        read_problem(load_recipe(folder / "recipe.yaml")), plan.strategy, plan.boundaries
+    )
+    counted = estimate_memory(layout).stages[plan.ranks[dist.get_rank()].pipeline].optimizer_bytes
+    assert abs(held - counted) <= 0.02 * held, (held, counted)
 
 
 def check_host_optimizer(case: Case, trainer: Any) -> None:

@@ -211,6 +211,11 @@ MODELS = {
     },
     "gpt2-512": {**GPT2, "n_embd": 512, "n_layer": 2, "initializer_range": 0.1},
     "gpt2-wide": {**GPT2, "initializer_range": 0.1},
+    "gpt2-plain-wide": {
+        **GPT2,
+        "scale_attn_by_inverse_layer_idx": False,
+        "initializer_range": 0.1,
+    },
     "qwen3_moe-wide": {
         **LLAMA,
         "model_type": "qwen3_moe",

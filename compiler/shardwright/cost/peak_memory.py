@@ -102,6 +102,8 @@ def model_state_bytes(
     )
     training = priced.recipe.training
     row = OPTIMIZERS[training.optimizer.name]
+    if s.zero_stage == 0:
+        numel, matrices = numel - elsewhere, matrices - (elsewhere if matrices else 0.0)
     states = numel * row.held_bytes(training.precision, s.zero_stage)
     states -= matrices * row.matrix_saving_bytes
     optimizer = states / (s.zero_world_size if s.zero_stage >= 1 else 1)
@@ -478,10 +480,15 @@ def _matrix_update_bytes(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -
     a rank's share of the largest weight. Muon's (parallel/newton_schulz.py) are a bucket of
     gathered weights or the copy of one, its result, and in an iteration X, two products and the
     next X of some experts. 8-bit AdamW's are a chunk's gradient, moments, squares and codes.
+    Megatron's Muon has one fp32 matrix at a time, of one expert, with its shards where tensor ranks
+    gather it.
     """
     if not priced.matrix_numel_of(blocks):
         return 0.0
     s = priced.strategy
+    if priced.traits.repeats_orthogonalization:
+        copies = 5 if s.tensor == 1 else 6
+        return copies * priced.largest_matrix * MASTER_BYTES
     weight = priced.largest_matrices / (s.expert if s.shards_experts else 1)
     if OPTIMIZERS[priced.recipe.training.optimizer.name].quantizes:
         return 8 * MASTER_BYTES * min(CHUNK_BLOCKS * BLOCK, weight)

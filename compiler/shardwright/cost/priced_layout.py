@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -72,6 +73,7 @@ class PricedLayout:
     factors: elements of the matrices' factored moments, which all ranks of a stage hold, prefix
         sums; () where none are factored
     largest_matrices: elements of the largest unsharded weight among them, all experts included
+    largest_matrix: elements of the largest one of them, one of a stack
     """
 
     problem: Problem
@@ -94,6 +96,7 @@ class PricedLayout:
     newton_schulz_flops: tuple[int, ...] = ()
     factors: tuple[int, ...] = ()
     largest_matrices: int = 0
+    largest_matrix: int = 0
 
     @property
     def recipe(self) -> Recipe:
@@ -394,6 +397,7 @@ class _MatrixSums(TypedDict, total=False):
     newton_schulz_flops: tuple[int, ...]
     factors: tuple[int, ...]
     largest_matrices: int
+    largest_matrix: int
 
 
 def _matrices(recipe: Recipe, graph: ModelGraph, strategy: Layout) -> _MatrixSums:
@@ -436,6 +440,7 @@ def _matrix_sums(
         matrices=_sums(graph, found, numel),
         shared_matrices=sum(numel(p) for p in found if p.name in both),
         largest_matrices=max(p.numel for p in found),
+        largest_matrix=max(math.prod(p.shape[-2:]) for p in found),
     )
     if steps := optimizer.ns_steps:
         flops = functools.partial(newton_schulz_flops, graph, steps=steps)

@@ -42,6 +42,7 @@ from shardwright.cost.layer_times import (
     pass_times,
     peak_flops,
 )
+from shardwright.cost.muon_traffic import gathered_matrix_numel
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_flops, feature_gather_seconds
 from shardwright.cost.vision_encoder_flops import vision_encoder_flops
@@ -657,24 +658,24 @@ def _factor_seconds(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> flo
 def newton_schulz_seconds(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
     """Return the seconds of Muon's Newton-Schulz iterations on a rank, and of gathering matrices.
 
-    Ranks that share matrices share out the iterations. ZeRO-3 and tensor ranks share each matrix;
-    below, a flat partition's ends alone cut one (engines/deepspeed/muon_optimizer.py).
+    Ranks that share matrices share out the iterations. Megatron's ranks repeat those of all
+    matrices that they hold.
     """
     flops, numel = priced.newton_schulz_flops_of(blocks), priced.matrix_numel_of(blocks)
     if not flops:
         return 0.0
     s, c = priced.strategy, priced.constants
-    ranks = s.zero_world_size * s.tensor if s.zero_stage >= 1 or s.tensor > 1 else 1
     rate = peak_flops(priced.cluster.gpu, priced.recipe.training.precision) * c.gemm_efficiency
-    seconds = flops / ranks / rate
-    if ranks > 1:
-        layers = sum(b.stop - b.start for b in blocks)
-        cut = 1.0 if s.zero_stage == 3 or s.tensor > 1 else min(1.0, (ranks - 1) / layers)
-        elsewhere = priced.expert_numel_of(blocks) * (1 - 1 / s.expert_shard_ratio)
-        moved = cut * max(0.0, numel - elsewhere) * s.tensor * priced.element_bytes
-        group = priced.group(ranks, 1)
-        seconds += 2 * all_reduce_seconds(priced.cluster, c, group, moved, 0)
-    return seconds
+    gathered = gathered_matrix_numel(priced, blocks)
+    if priced.traits.repeats_orthogonalization:
+        held = numel - priced.expert_numel_of(blocks) * (1 - 1 / s.expert_shard_ratio)
+        group, moved = priced.group(s.tensor, 1), gathered * MASTER_BYTES
+        gather = gather_seconds(priced.cluster, c, group, moved, 0) if gathered else 0.0
+        return flops * held / numel / rate + gather
+    ranks = s.zero_world_size * s.tensor if s.zero_stage >= 1 or s.tensor > 1 else 1
+    group, moved = priced.group(ranks, 1), gathered * priced.element_bytes
+    shared = 2 * all_reduce_seconds(priced.cluster, c, group, moved, 0) if gathered else 0.0
+    return flops / ranks / rate + shared
 
 
 def _optimizer_seconds(priced: PricedLayout, numel: int) -> float:

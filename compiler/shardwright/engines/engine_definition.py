@@ -55,6 +55,8 @@ class EngineTraits:
     context_gathers_kv: context ranks gather keys and values, instead of all-to-alls of heads
     low_precision_experts: stacks of experts multiply in low precision, too
     low_precision_inputs_saved: linears save their inputs for the backward pass in low precision
+    repeats_orthogonalization: under Muon each rank orthogonalizes every matrix that it holds a
+        shard of, which its tensor ranks gather in fp32; else the ranks share the matrices out
     chunked_loss, hpz: the engine supports them
     """
 
@@ -77,6 +79,7 @@ class EngineTraits:
     balances_stages_by_matmul_flops: bool = False
     pipeline_raises_launch_cost: bool = False
     overlaps_host_update: bool = False
+    repeats_orthogonalization: bool = False
     fabric: Fabric | None = None
 
 

@@ -327,14 +327,20 @@ def _engine(x: HostCheckInput) -> HostCheck:
     return HostCheck(name="engine", told=told, checked=not untried)
 
 
+def optional_packages(plan: Plan) -> dict[str, bool]:
+    """Return the packages that only some plans need, and whether this one does."""
+    return {
+        "peft": plan.lora is not None,
+        "torchao": plan.low_precision is not None and plan.target == "deepspeed",
+        "flash_attn": plan.model.attention == FLASH_ATTENTION_2,
+        DEEPEP_MODULE: plan.strategy.expert_dispatcher == "deepep",
+        "emerging_optimizers": bool(plan.muon) and plan.target == "megatron",
+    }
+
+
 def _versions(x: HostCheckInput) -> HostCheck:
     planned = {name: x.plan.versions[name] for name in (*tested_versions(x.plan), "shardwright")}
-    optional = {
-        "peft": x.plan.lora is not None,
-        "torchao": x.plan.low_precision is not None and bool(engine_of(x.plan).low_precision),
-        "flash_attn": x.plan.model.attention == FLASH_ATTENTION_2,
-        DEEPEP_MODULE: x.plan.strategy.expert_dispatcher == "deepep",
-    }
+    optional = optional_packages(x.plan)
     ours = platform.python_version()
     problems = []
     for probed in x.answers:

@@ -247,7 +247,7 @@ PACKAGES = tuple(
     dict.fromkeys(
         (
             *("torch", *_ENGINES, "transformers", "shardwright"),
-            *("peft", "flash_attn", DEEPEP_MODULE),
+            *("peft", "torchao", "flash_attn", "emerging_optimizers", DEEPEP_MODULE),
         )
     )
 )

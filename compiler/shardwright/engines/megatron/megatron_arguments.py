@@ -297,6 +297,7 @@ def _training_options(plan: Plan) -> Iterator[Option]:
         ("--optimizer", OPTIMIZER_NAMES[optimizer.name]),
         ("--weight-decay", repr(optimizer.weight_decay)),
     )
+    yield from _muon_options(plan)
     yield from (
         ("--adam-beta1", repr(optimizer.betas[0])),
         ("--adam-beta2", repr(optimizer.betas[1])),
@@ -312,6 +313,25 @@ def _training_options(plan: Plan) -> Iterator[Option]:
             yield ("--grad-reduce-in-bf16",)
     on_gpu = shards_states(plan) and s.offload == "none"
     yield from low_precision_options(plan, gathers_parameters=on_gpu)
+
+
+def _muon_options(plan: Plan) -> Iterator[Option]:
+    """Yield Muon's options, as megatron_muon.muon_settings has them."""
+    optimizer = plan.optimizer
+    if not plan.muon:
+        return
+    if optimizer.adamw_lr != optimizer.lr:
+        raise MissingOption(
+            f"training.optimizer.adamw_lr {optimizer.adamw_lr} beside lr {optimizer.lr}"
+        )
+    yield from (
+        ("--muon-momentum", repr(optimizer.momentum)),
+        ("--muon-nesterov",),
+        ("--muon-num-ns-steps", str(optimizer.ns_steps)),
+        ("--muon-coefficient-type", "simple"),
+        ("--muon-scale-mode", "shape_scaling"),
+        ("--muon-tp-mode", "duplicated"),
+    )
 
 
 def schedule_options(s: PlanScheduler) -> Iterator[Option]:

@@ -26,6 +26,7 @@ from shardwright.engines.megatron.transformer_engine_layers import (
     transformer_engine_unavailable,
 )
 from shardwright.layout.layout import Candidate, Rule, rule
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.models.expert_modules import expert_modules, experts_per_layer
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import PartialCheckpointing
@@ -56,7 +57,7 @@ def _given(section: object) -> str | None:
     return "given" if section else None
 
 
-OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "adam"}
+OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "adam", "muon": "muon"}
 """Maps a recipe's optimizer to Megatron's `--optimizer`."""
 
 REFUSED_KEYS: Mapping[str, RefusedKey] = {
@@ -399,6 +400,47 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
     )
 
 
+def muon_with_sharded_states(x: Candidate) -> Diagnostic | None:
+    """Refuse Muon at ZeRO-1 over several data ranks: SW3235.
+
+    Its distributed optimizer shards the states of AdamW alone. The layer-wise one, which gives each
+    rank whole matrices (megatron/core/optimizer/layer_wise_optimizer.py), is not tested here.
+    """
+    s = x.strategy
+    if not OPTIMIZERS[x.recipe.training.optimizer.name].matrix_moments:
+        return None
+    if s.zero_stage == 0 or s.zero_world_size == 1:
+        return None
+    return found(
+        "SW3235",
+        "parallelism.zero_stage",
+        f"the optimizer muon with zero_stage {s.zero_stage} over {s.zero_world_size} data and "
+        "context ranks does not run under target: megatron: its distributed optimizer cuts "
+        "matrices",
+        "Use zero_stage: 0, or `target: deepspeed`.",
+        (0,),
+    )
+
+
+def muon_of_transposed_experts(x: Candidate) -> Diagnostic | None:
+    """Refuse Muon for experts that are stored as (in, out): SW3236.
+
+    TensorParallelMuon takes a weight as (out, in), and its joined matrices one after another.
+    """
+    family = MODEL_MAPPINGS.get(x.graph.model_type)
+    has_muon = OPTIMIZERS[x.recipe.training.optimizer.name].matrix_moments
+    if not has_muon or family is None or not family.has_transposed_experts:
+        return None
+    return found(
+        "SW3236",
+        "training.optimizer.name",
+        f"the optimizer muon does not run under target: megatron for a {x.graph.model_type!r}, "
+        "whose experts are stored as (in, out)",
+        "Write `target: deepspeed`, or `name: adamw`.",
+        ("adamw",),
+    )
+
+
 def not_tested_on_gpus(x: Candidate) -> Diagnostic | None:
     """Warn that this engine was verified on CPU ranks alone: SW3168."""
     if x.cluster.gpu.is_cpu:
@@ -436,6 +478,8 @@ RULES: dict[str, Rule] = {
     **EXCHANGE_RULES,
     "SW3178": rule(low_precision_unavailable, *TRANSFORMER_ENGINE_AXES),
     "SW3179": rule(keeps_whole_layers_at_the_ends),
+    "SW3235": rule(muon_with_sharded_states, "zero_stage", "data", "context"),
+    "SW3236": rule(muon_of_transposed_experts),
     "SW3177": rule(offload_without_distributed_optimizer, "offload", "zero_stage"),
 }
 HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
@@ -488,6 +532,7 @@ MEGATRON = Engine(
         low_precision_experts=True,
         low_precision_inputs_saved=True,
         overlaps_host_update=True,
+        repeats_orthogonalization=True,
     ),
     rules=RULES,
     waived_rules=HF_MODULE_RULES,

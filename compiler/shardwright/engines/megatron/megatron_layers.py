@@ -240,6 +240,7 @@ class GatheredWeightLinear(nn.Module):
         )
         self.weight.tensor_model_parallel = self.is_sharded  # type: ignore[attr-defined]
         self.weight.sequence_parallel = config.sequence_parallel and not self.is_sharded  # type: ignore[attr-defined]
+        self.weight.partition_dim = 0 if self.is_sharded else -1  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         weight = (

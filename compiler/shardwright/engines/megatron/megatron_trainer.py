@@ -49,6 +49,14 @@ from shardwright.engines.megatron.megatron_model import (
     rotary_frequencies,
     transformer_config,
 )
+from shardwright.engines.megatron.megatron_muon import (
+    check_muon,
+    learning_rate_share,
+    mark_masters,
+    mark_matrices,
+    moment_names,
+    muon_settings,
+)
 from shardwright.engines.megatron.transformer_engine_layers import (
     check_low_precision,
     layers_log_line,
@@ -60,14 +68,11 @@ from shardwright.engines.trainer_protocol import (
     ParameterShard,
     StepResult,
 )
-from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import conv1d_to_linear, load_config, open_model
 from shardwright.parallel.weight_loader import ShardReader
 from shardwright.plan.plan import Plan
-
-MOMENTS = OPTIMIZERS["adamw"].moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,7 @@ class ParameterStates:
     """Hold this rank's share of one flattened parameter's optimizer states.
 
     start: first element that this rank updates
-    states: 1-D views by AdamW's names
+    states: 1-D views by the names of layout/optimizers.py
     partitioned: other data ranks update other elements
     """
 
@@ -129,23 +134,26 @@ class MegatronOptimizerStates:
 
     def _master(self, master: torch.Tensor, start: int, partitioned: bool) -> ParameterStates:
         state = self._state(master)
-        flats = {"fp32": master.detach(), **{moment: state[moment] for moment in MOMENTS}}
+        moments = moment_names(self._optimizer_of[master])
+        flats = {"fp32": master.detach(), **{moment: state[moment] for moment in moments}}
         states = {name: values.view(-1) for name, values in flats.items()}
         return ParameterStates(start=start, states=states, partitioned=partitioned)
 
     def _state(self, master: torch.Tensor) -> dict[str, Any]:
-        """Return AdamW's state, created here where the first update has not made it yet."""
+        """Return the optimizer's state, created here where the first update has not made it
+        yet."""
         optimizer = self._optimizer_of[master]
         state: dict[str, Any] = optimizer.state[master]
         if not state and not _steps_per_group(optimizer):
             state["step"] = torch.tensor(0.0)
-        for moment in MOMENTS:
+        for moment in moment_names(optimizer):
             if moment not in state:
                 state[moment] = torch.zeros_like(master, requires_grad=False)
         return state
 
-    def groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
+    def groups(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return each parameter group with its optimizer."""
+        return [(part.optimizer, group) for part in self.parts for group in part.param_groups]
 
     @property
     def updates(self) -> int:
@@ -200,6 +208,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     mine = plan.ranks[dist.get_rank()]
     fused = uses_transformer_engine(plan)
     check_low_precision(plan, taken=fused)
+    check_muon(plan)
     settings = transformer_settings(plan, config)
     if not plan.is_cpu and mine.rank == 0:
         print(layers_log_line(plan, taken=fused), flush=True)
@@ -275,9 +284,9 @@ class MegatronTrainer:
         ]
         settings.finalize_model_grads_func = _finalize
         optimizer, training = plan.optimizer, plan.training
+        mark_matrices(plan, self.engine, ((p.name, p.parameter) for p in found if not p.is_buffer))
         self.optimizer = build_optimizer(
             OptimizerConfig(
-                optimizer="adam",
                 lr=optimizer.lr,
                 weight_decay=optimizer.weight_decay,
                 adam_beta1=optimizer.betas[0],
@@ -288,12 +297,14 @@ class MegatronTrainer:
                 bf16=settings.bf16,
                 params_dtype=settings.params_dtype,
                 use_distributed_optimizer=shards_states(plan),
+                **({"optimizer": "adam"} | muon_settings(plan)),
                 **offload_settings(plan),
             ),
             self.engine,
             config_overrides={ParamKey(attr=_NO_WEIGHT_DECAY): {"wd_mult": 0.0}},
         )
         self.states = MegatronOptimizerStates(self.optimizer)
+        mark_masters(self.states.parts)
         self.forward_backward = get_forward_backward_func()
         sizes = plan.tensor_parallel.vocabulary_sizes
         tensor_group = parallel_state.get_tensor_model_parallel_group() if sizes else None
@@ -316,8 +327,8 @@ class MegatronTrainer:
         for chunk in self.engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        for group in self.states.groups():
-            group["lr"] = learning_rate
+        for optimizer, group in self.states.groups():
+            group["lr"] = learning_rate * learning_rate_share(self.plan, optimizer)
             # Megatron's own scheduler sets it so: one value, times each group's factor.
             group["weight_decay"] = self.plan.optimizer.weight_decay * group.get("wd_mult", 1.0)
         loss, _ = self._pass(
@@ -448,8 +459,7 @@ class MegatronTrainer:
                 + (earlier.resident_bytes if earlier else 0),
                 is_trained=piece.parameter.requires_grad
                 and (earlier is None or earlier.is_trained),
-                # The plan names linears, not stacks of experts.
-                in_low_precision=name in linears
+                in_low_precision=name in planned
                 and piece.parameter in self.low_precision
                 and (earlier is None or earlier.in_low_precision),
             )
