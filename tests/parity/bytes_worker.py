@@ -32,6 +32,9 @@ class Call(NamedTuple):
     size: int
 
 
+MUON = "muon"
+INSIDE_MUON: list[bool] = []
+"""Holds an entry while Muon's matrices are gathered and shared out."""
 CALLS: list[Call] = []
 """Those on floating point numbers."""
 
@@ -57,6 +60,7 @@ def _count(what: str, place: int) -> None:
 
 
 def _add(what: str, tensors: list[torch.Tensor], ranks: frozenset[int]) -> None:
+    what = MUON if INSIDE_MUON else what
     numel = sum(tensor.numel() for tensor in tensors)
     if tensors[0].is_floating_point():
         CALLS.append(Call(what, ranks, tensors[0].dim(), numel, numel * tensors[0].element_size()))
@@ -96,6 +100,7 @@ from shardwright.cost.communication_bytes import step_traffic
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed import ds_config
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
+from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
 from shardwright.layout.zero_settings import LIVE_NUMEL, PREFETCH_NUMEL
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.micro_batches import TrainingBatches
@@ -103,8 +108,21 @@ from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.layout_resolution import price_planned_layout
 from tests.parity.cases_worker import compiled, main
-from tests.parity.harness import Case
+from tests.parity.harness import Case, recipe
+from tests.parity.muon import OPTIMIZER
 
+plain_update = MuonAdamW._update_shared
+
+
+def _update_shared(self: MuonAdamW, *arguments: Any) -> None:
+    INSIDE_MUON.append(True)
+    try:
+        plain_update(self, *arguments)
+    finally:
+        INSIDE_MUON.pop()
+
+
+patch.object(MuonAdamW, "_update_shared", _update_shared).start()
 LIVE = "live-"
 """Cases of this name go on with a number of elements: LIVE_NUMEL for a model of that size, nothing
 fetched ahead."""
@@ -122,7 +140,10 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 
 
 def _measure(case: Case, folder: Path) -> dict[str, float]:
-    plan = compiled(case, folder)
+    by_muon = folder.name.startswith(MUON)
+    training = recipe(case, folder)["training"]
+    changes = {"training": {**training, "optimizer": OPTIMIZER}} if by_muon else {}
+    plan = compiled(case, folder, **changes)
     trainer = build_trainer(plan, folder)
     batches, here = TrainingBatches(plan, open_dataset(plan, folder)), plan.ranks[dist.get_rank()]
     trainer.step(batches.micro_batches(1, here.data), 1e-3)
@@ -153,7 +174,9 @@ def by_purpose(plan: Plan, calls: list[Call]) -> Counter[str]:
     tokens = plan.strategy.micro_batch_size * plan.training.sequence_length // plan.strategy.context
     found: Counter[str] = Counter()
     for what, ranks, dimensions, numel, size in calls:
-        if what == "send":
+        if what == MUON:
+            found["muon_matrices"] += size
+        elif what == "send":
             found["pipeline_send"] += size
         elif len(ranks) == 1 or numel <= SCALARS:
             continue

@@ -31,6 +31,16 @@ TWO: dict[str, Case] = {
     "context": Case(model="llama", context=2),
     "context-full": Case(model="llama", context=2, checkpointing="full"),
     "context-selective": Case(model="llama", context=2, checkpointing="selective"),
+    "muon-zero0": Case(model="llama", data=2, zero_stage=0),
+    "muon-zero1": Case(model="llama", data=2),
+    "muon-zero2": Case(model="gpt2-wide", data=2, zero_stage=2),
+    "muon-zero3": Case(model="llama", data=2, zero_stage=3),
+    "muon-tensor": Case(model="llama", tensor=2),
+    "muon-pipeline": Case(model="llama-tied", pipeline=2),
+    "muon-context": Case(model="llama", context=2),
+    "muon-experts": Case(model="qwen3_moe-wide", data=2),
+    "muon-expert": Case(model="qwen3_moe-wide", data=2, expert=2),
+    "muon-cut": Case(model="dense-first-wide", data=2),
 }
 REUSE: dict[str, Case] = {
     f"{checkpointing}-live-{live}": Case(
@@ -54,6 +64,10 @@ FOUR: dict[str, Case] = {
     "tensor-pipeline": Case(model="llama", tensor=2, pipeline=2),
     "dualpipev": Case(model="llama-deep", pipeline=2, data=2, schedule="dualpipev", accumulation=4),
     "context-4": Case(model="llama", context=4),
+    "muon-zero1-4": Case(model="llama", data=4),
+    "muon-tensor-zero1": Case(model="gpt2-wide", tensor=2, data=2),
+    "muon-expert-zero2": Case(model="qwen3_moe-wide", data=4, expert=2, zero_stage=2),
+    "muon-pipeline-zero1": Case(model="llama", pipeline=2, data=2),
 }
 
 
@@ -80,6 +94,8 @@ def test_what_moves_is_what_was_planned(
         assert ("trades counted" in moved[name]) == (case.context > 1)
         assert ("tensor_all_reduce counted" in moved[name]) == (case.tensor > 1)
         assert ("pipeline_send counted" in moved[name]) == (case.pipeline > 1)
+        gathers = name in ("muon-zero3", "muon-cut", "muon-tensor", "muon-tensor-zero1")
+        assert ("muon_matrices counted" in moved[name]) == gathers
 
 
 def test_weights_that_stay_whole_are_gathered_once(tmp_path: Path, proved: Record) -> None:

@@ -99,6 +99,7 @@ TRAFFIC_LABELS = {
     "tied_all_reduce": "the gradient of the tied weights",
     "gradient_reduce": "gradients over data ranks, reduced",
     "parameter_all_gather": "parameters over data ranks, gathered",
+    "muon_matrices": "Muon's matrices, gathered and shared out",
 }
 # (words, the parts of `StepTimeBreakdown`) of the table by pipeline rank; {} is in_layer_axes() of
 # the layout

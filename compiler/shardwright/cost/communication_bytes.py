@@ -20,6 +20,7 @@ from shardwright.cost.collective_seconds import (
     gather_seconds,
 )
 from shardwright.cost.layer_shapes import LayerShape, recompute_stops_early
+from shardwright.cost.muon_traffic import matrix_gather_bytes
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.layout.formats import element_bytes
 from shardwright.layout.zero_settings import LIVE_NUMEL
@@ -331,6 +332,7 @@ class StepTraffic:
     tied_all_reduce: the gradient of a tensor on the first and the last pipeline rank
     gradient_reduce: gradients over data ranks
     parameter_all_gather: parameters over data ranks
+    muon_matrices: Muon's matrices, gathered and shared out
     """
 
     expert_all_to_all: float
@@ -341,6 +343,7 @@ class StepTraffic:
     tied_all_reduce: float
     gradient_reduce: float
     parameter_all_gather: float
+    muon_matrices: float = 0.0
 
 
 def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
@@ -402,6 +405,7 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
         tensor_all_gather=m * (gathers * hidden + outputs * priced.tokens * priced.element_bytes),
         pipeline_send=m * sends * hidden / shares,
         tied_all_reduce=tied,
+        muon_matrices=matrix_gather_bytes(priced, rank),
         **_data_parallel_bytes(priced, rank),
     )
 

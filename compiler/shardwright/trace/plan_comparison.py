@@ -203,6 +203,8 @@ def _message_bytes(priced: PricedLayout, rank: RankBreakdown) -> dict[Line, floa
         moved["all_reduce"] += reduced
     moved["all_reduce" if s.zero_stage == 0 else "reduce_scatter"] += traffic.gradient_reduce
     moved["all_reduce"] += traffic.tied_all_reduce
+    repeats = priced.traits.repeats_orthogonalization
+    moved["all_gather" if repeats else "all_reduce"] += traffic.muon_matrices
     moved["send_recv"] = 2 * traffic.pipeline_send  # as many arrive
     return moved
 
