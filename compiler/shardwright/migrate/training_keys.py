@@ -12,6 +12,7 @@ from shardwright.lint.ds_config_training_rules import (
     MICRO_BATCH_SIZE_KEY,
     TRAIN_BATCH_SIZE_KEY,
 )
+from shardwright.migrate.muon_settings import deepspeed_muon, megatron_muon
 from shardwright.migrate.recipe_draft import (
     ImportSources,
     as_count,
@@ -364,6 +365,7 @@ _NUMBERS: dict[str, tuple[str, float]] = {
 BETAS = (0.9, 0.999)
 _DEFAULT_BETAS: Mapping[str, tuple[float, float]] = {"lion": (0.9, 0.99)}
 """Maps an optimizer to DeepSpeed's defaults (ops/lion/fused_lion.py)."""
+_NOT_CARRIED = "import carries AdamW, Muon, Lion and Adafactor alone; another optimizer has other learning rates"
 DEEPSPEED_DEFAULT = "DeepSpeed's default"
 # Parameters of Adam's that choose an implementation, or say what is so anyway.
 _IMPLEMENTATION = frozenset(
@@ -387,9 +389,12 @@ def _own_kind(kind: str | None, kinds: Mapping[str, tuple[str, ...]]) -> str | N
 
 def optimizer(s: ImportSources) -> None:
     kind = as_text(s.get("optimizer.type"))
+    if kind is not None and kind.lower() == "muon":
+        deepspeed_muon(s, kind)
+        return
     own = _own_kind(kind, _OWN_KINDS)
     if kind is not None and own is None and kind.lower() not in _ADAM:
-        s.draft.leave(SECTION, "optimizer.type", kind, _why_not_carried(kind))
+        s.draft.leave(SECTION, "optimizer.type", kind, _NOT_CARRIED)
         for name, value in s.section("optimizer.params").items():
             s.draft.leave(SECTION, f"optimizer.params.{name}", value, f"of {kind}")
         s.draft.ask(f"{SECTION}.lr", f"the learning rate for AdamW; the file trains by {kind}")
@@ -407,7 +412,8 @@ def optimizer(s: ImportSources) -> None:
                 "decoupled"
             )
             s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
-    typed = s.word(as_text, "optim", "optimizer")
+    by_muon = megatron_muon(s)
+    typed = None if by_muon else s.word(as_text, "optim", "optimizer")
     is_adam = typed is None or typed[1].lower() in (*_TRAINER_ADAM_NAMES, *_ADAM)
     own = own or _own_kind(typed[1] if typed is not None else None, _TRAINER_KINDS)
     if typed is not None and (is_adam or own is not None):
@@ -416,7 +422,7 @@ def optimizer(s: ImportSources) -> None:
             why = "the Trainer's bitsandbytes has embeddings' moments in fp32, a recipe has not"
             s.draft.note(SECTION, why)
     elif typed is not None:
-        s.draft.leave(SECTION, typed[0], typed[1], _why_not_carried(typed[1]))
+        s.draft.leave(SECTION, typed[0], typed[1], _NOT_CARRIED)
         if not _SMALLER_STATES.fullmatch(typed[1].lower()):
             what = f"the learning rate for AdamW; the run trains by {typed[1]}"
             s.draft.ask(f"{SECTION}.lr", what)
@@ -425,7 +431,8 @@ def optimizer(s: ImportSources) -> None:
                     s.draft.leave(SECTION, found.written, found.text, f"of {typed[1]}")
     key, path = f"{SECTION}.lr", "optimizer.params.lr"
     if (
-        key not in s.draft.fill
+        not by_muon
+        and key not in s.draft.fill
         and s.settle(key, as_number, "learning_rate", "lr", dotted=path) is None
     ):
         s.unanswered(key, path, "the highest learning rate")
@@ -462,15 +469,6 @@ def optimizer(s: ImportSources) -> None:
             else f"a recipe's {own or 'AdamW'} has no such parameter"
         )
         s.draft.leave(SECTION, f"optimizer.params.{name}", value, why)
-
-
-def _why_not_carried(kind: str) -> str:
-    if kind.lower() == "muon":
-        return (
-            "write `name: muon` with its `lr` and `adamw_lr` yourself: a recipe's muon clips the "
-            "gradient, DeepSpeed's the orthogonalized update, so their learning rates differ"
-        )
-    return "import carries AdamW, Lion and Adafactor alone, whose learning rates are other ones"
 
 
 def _betas(s: ImportSources, defaults: tuple[float, float]) -> None:

@@ -205,6 +205,12 @@ _MEGATRON_REASONS: dict[str, str] = {
     "optimizer_offload_fraction": "it does nothing without --optimizer-cpu-offload",
     "use_torch_optimizer_for_cpu_offload": "Megatron-Core takes torch's AdamW there without it",
     **_because(
+        "a recipe's muon splits joined matrices and gathers those that tensor ranks cut",
+        "muon_no_split_qkv muon_tp_mode",
+    ),
+    "muon_fp32_matmul_prec": "compile writes it by training.precision",
+    "muon_scalar_optimizer": "AdamW has what a recipe's muon does not",
+    **_because(
         "compile writes it by the format and the layout",
         "fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag",
     ),
