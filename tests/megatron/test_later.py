@@ -6,15 +6,19 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from shardwright.engines.megatron.installed_parser import ask_installed_parser
 from tests.megatron.cases import CASES, MUON
-from tests.megatron.test_arguments import PLANS, asked, random_plans
+from tests.megatron.test_arguments import PLANS, SMALLEST, asked, random_plans
 from tests.megatron.test_parity import check, launched
+from tests.unit.engines.test_megatron_muon import compiled
 
 
 def _installed() -> str:
@@ -48,6 +52,21 @@ def test_muon_trains_as_one_plain_process(tmp_path: Path) -> None:
     """Megatron-Core's own Muon against a plain one, with its states' bytes."""
     for name, found in launched(MUON, tmp_path).items():
         check(MUON[name], found)
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("emerging_optimizers"), reason="emerging-optimizers is missing"
+)
+def test_the_parser_takes_the_options_of_muon(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = compiled(write_recipe, monkeypatch)
+    lines = made.files["megatron_args.sh"].decode().splitlines()
+    options = [word for line in lines if "muon" in line for word in shlex.split(line)]
+    smallest = [word for pair in SMALLEST.items() for word in pair]
+    assert ask_installed_parser([*smallest, *options], 1) == {}
+    unknown = [*smallest, *options, "--muon-scale-mode", "none"]
+    assert "error" in ask_installed_parser(unknown, 1)
 
 
 def test_random_plans_are_accepted_and_built(

@@ -365,7 +365,10 @@ _NUMBERS: dict[str, tuple[str, float]] = {
 BETAS = (0.9, 0.999)
 _DEFAULT_BETAS: Mapping[str, tuple[float, float]] = {"lion": (0.9, 0.99)}
 """Maps an optimizer to DeepSpeed's defaults (ops/lion/fused_lion.py)."""
-_NOT_CARRIED = "import carries AdamW, Muon, Lion and Adafactor alone; another optimizer has other learning rates"
+_NOT_CARRIED = (
+    "import carries AdamW, Muon, Lion and Adafactor alone; another optimizer has other learning "
+    "rates"
+)
 DEEPSPEED_DEFAULT = "DeepSpeed's default"
 # Parameters of Adam's that choose an implementation, or say what is so anyway.
 _IMPLEMENTATION = frozenset(

@@ -86,6 +86,7 @@ ILLEGAL: dict[str, dict[str, Any]] = {
     "SW3166": {"tensor": 2, "data": 2, "sequence_parallel": True},
     "SW3167": {"tensor": 4, "data": 1, "sequence_parallel": True, "expert_tensor": 2},
     "SW3163": {"expert_overlap": True},
+    "SW3176": {"tensor": 2, "data": 2},
     "SW3170": {"expert": 2, "expert_dispatcher": "deepep"},
     "SW3174": {"expert": 2, "expert_dispatcher": "deepep"},
     "SW3175": {"expert": 2, "expert_overlap": True},
@@ -124,6 +125,7 @@ def test_a_layout_that_it_does_not_run(
     config = {
         "SW3166": {**EXPERTS, "model_type": "gpt_oss"},
         "SW3156": EXPERTS,
+        "SW3176": {**SMALL_RECIPE["model"]["config"], "model_type": "phi3", "pad_token_id": 0},
         **dict.fromkeys(("SW3165", "SW3167", "SW3163", "SW3170", "SW3174", "SW3175"), EXPERTS),
     }.get(code, SMALL_RECIPE["model"]["config"])
     recipe = load_recipe(write_recipe({"target": "megatron", "model.config": config}))
@@ -138,7 +140,8 @@ def test_a_layout_that_it_does_not_run(
             RULES
         )
 
-    assert set(ILLEGAL) | {"SW3168", "SW3169", "SW3178", "SW3179"} == set(RULES)
+    elsewhere = {"SW3168", "SW3169", "SW3178", "SW3179", "SW3237", "SW3238"}
+    assert set(ILLEGAL) | elsewhere == set(RULES)
     assert code in codes({**LAYOUT, **changes}) and code not in codes(LAYOUT)
 
 

@@ -78,7 +78,7 @@ def test_states_are_not_sharded(
     with pytest.raises(Refusal) as caught:
         compiled(write_recipe, monkeypatch, **{"parallelism.zero_stage": 1})
     [found] = caught.value.diagnostics
-    assert found.code == "SW3235" and "zero_stage 1" in found.message
+    assert found.code == "SW3237" and "zero_stage 1" in found.message
 
 
 def test_transposed_experts_are_refused(
@@ -88,7 +88,7 @@ def test_transposed_experts_are_refused(
     config = {**SMALL_LLAMA, "model_type": "gpt_oss", "head_dim": 8, **experts}
     with pytest.raises(Refusal) as caught:
         compiled(write_recipe, monkeypatch, **{"model.config": config})
-    assert [d.code for d in caught.value.diagnostics] == ["SW3236"]
+    assert [d.code for d in caught.value.diagnostics] == ["SW3238"]
 
 
 def test_hosts_without_megatrons_muon(

@@ -25,8 +25,10 @@ from shardwright.engines.megatron.transformer_engine_layers import (
     transformer_engine_choice,
     transformer_engine_unavailable,
 )
+from shardwright.layout.fused_weights import FusedOrder, joined_matrices
 from shardwright.layout.layout import Candidate, Rule, rule
 from shardwright.layout.optimizers import OPTIMIZERS
+from shardwright.layout.tensor_parallel_map import split_parameter
 from shardwright.models.expert_modules import expert_modules, experts_per_layer
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import PartialCheckpointing
@@ -400,8 +402,39 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
     )
 
 
+def fused_weights_cut_otherwise(x: Candidate) -> Diagnostic | None:
+    """Refuse tensor ranks that the plan gives other rows of a fused weight than Megatron: SW3176.
+
+    Megatron's rank has its heads' queries, keys and values, or its features' gate and up. A plan by
+    transformers' map for Phi-3 has consecutive rows of the weight, which a linear gathers there.
+    """
+    tensor = x.strategy.tensor
+    name = _weight_cut_otherwise(x.graph, tensor) if tensor > 1 else None
+    if name is None:
+        return None
+    return found(
+        "SW3176",
+        "parallelism.tensor",
+        f"tensor {tensor} does not run under target: megatron for a {x.graph.model_type!r}: its "
+        f"ranks hold other rows of {name} than the plan",
+        "Write `tensor: 1`, or `target: deepspeed`.",
+        (1,),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _weight_cut_otherwise(graph: ModelGraph, tensor: int) -> str | None:
+    for p in (p for layer in graph.layers[1:-1] for p in layer.parameters if len(p.shape) == 2):
+        joined, split = joined_matrices(graph, p), split_parameter(graph, p, tensor)
+        if joined is None or joined.order != FusedOrder() or len(joined.rows) < 2:
+            continue
+        if split.dimension is not None and split.blocks != joined.rows:
+            return p.name
+    return None
+
+
 def muon_with_sharded_states(x: Candidate) -> Diagnostic | None:
-    """Refuse Muon at ZeRO-1 over several data ranks: SW3235.
+    """Refuse Muon at ZeRO-1 over several data ranks: SW3237.
 
     Its distributed optimizer shards the states of AdamW alone. The layer-wise one, which gives each
     rank whole matrices (megatron/core/optimizer/layer_wise_optimizer.py), is not tested here.
@@ -412,7 +445,7 @@ def muon_with_sharded_states(x: Candidate) -> Diagnostic | None:
     if s.zero_stage == 0 or s.zero_world_size == 1:
         return None
     return found(
-        "SW3235",
+        "SW3237",
         "parallelism.zero_stage",
         f"the optimizer muon with zero_stage {s.zero_stage} over {s.zero_world_size} data and "
         "context ranks does not run under target: megatron: its distributed optimizer cuts "
@@ -423,7 +456,7 @@ def muon_with_sharded_states(x: Candidate) -> Diagnostic | None:
 
 
 def muon_of_transposed_experts(x: Candidate) -> Diagnostic | None:
-    """Refuse Muon for experts that are stored as (in, out): SW3236.
+    """Refuse Muon for experts that are stored as (in, out): SW3238.
 
     TensorParallelMuon takes a weight as (out, in), and its joined matrices one after another.
     """
@@ -432,7 +465,7 @@ def muon_of_transposed_experts(x: Candidate) -> Diagnostic | None:
     if not has_muon or family is None or not family.has_transposed_experts:
         return None
     return found(
-        "SW3236",
+        "SW3238",
         "training.optimizer.name",
         f"the optimizer muon does not run under target: megatron for a {x.graph.model_type!r}, "
         "whose experts are stored as (in, out)",
@@ -476,10 +509,11 @@ RULES: dict[str, Rule] = {
     "SW3168": rule(not_tested_on_gpus, *TRANSFORMER_ENGINE_AXES),
     "SW3169": rule(transformer_engine_unavailable, *TRANSFORMER_ENGINE_AXES),
     **EXCHANGE_RULES,
+    "SW3176": rule(fused_weights_cut_otherwise, "tensor"),
     "SW3178": rule(low_precision_unavailable, *TRANSFORMER_ENGINE_AXES),
     "SW3179": rule(keeps_whole_layers_at_the_ends),
-    "SW3235": rule(muon_with_sharded_states, "zero_stage", "data", "context"),
-    "SW3236": rule(muon_of_transposed_experts),
+    "SW3237": rule(muon_with_sharded_states, "zero_stage", "data", "context"),
+    "SW3238": rule(muon_of_transposed_experts),
     "SW3177": rule(offload_without_distributed_optimizer, "offload", "zero_stage"),
 }
 HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
