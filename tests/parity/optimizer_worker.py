@@ -87,7 +87,8 @@ def _compiled(case: Case, folder: Path) -> Plan:
 
 
 def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
-    """Bytes of masters and moments on this rank, and the planner's count of them."""
+    """Bytes of masters and moments on the fullest rank of this stage, and the planner's count of
+    them."""
     assert isinstance(trainer, DeepSpeedTrainer)
     base = base_optimizer(trainer.engine)
     moments = [
@@ -103,7 +104,10 @@ def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
     layout, _ = price_planned_layout(problem, plan.strategy, plan.boundaries)
     stage = estimate_memory(layout).stages[plan.ranks[dist.get_rank()].pipeline]
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*moments, *masters))
-    return held, stage.optimizer_bytes
+    everyone: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+    here = plan.ranks[dist.get_rank()].pipeline
+    dist.all_gather_object(everyone, (here, held))
+    return max(own for pipeline, own in everyone if pipeline == here), stage.optimizer_bytes
 
 
 def weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
