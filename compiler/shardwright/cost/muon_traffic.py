@@ -61,13 +61,16 @@ def _key(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> Hashable:
     return priced.graph.identity, priced.recipe.model.freeze, ranks, spans, priced.traits
 
 
-@memoize(_key)
 def gathered_matrix_numel(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> int:
     """Return the elements of the unsharded matrices that no rank of a pipeline rank owns by
-    itself, of the experts that the rank holds."""
+    itself, of the experts that the rank holds; 0 without Muon."""
+    has_muon = OPTIMIZERS[priced.recipe.training.optimizer.name].matrix_moments
+    return _gathered_numel(priced, blocks) if has_muon else 0
+
+
+@memoize(_key)
+def _gathered_numel(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> int:
     s = priced.strategy
-    if not OPTIMIZERS[priced.recipe.training.optimizer.name].matrix_moments:
-        return 0
     layers = _weights(priced.graph, priced.recipe.model.freeze, s.tensor)
     weights = [w for block in blocks for each in layers[block.start : block.stop] for w in each]
     if priced.traits.repeats_orthogonalization:

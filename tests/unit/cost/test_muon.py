@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.cost.communication_bytes import step_traffic
 from shardwright.cost.goodput import node_checkpoint_bytes
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.muon_matrices import muon_parameters, newton_schulz_flops
@@ -46,6 +47,22 @@ def test_iterations_take_time_that_ranks_share() -> None:
     least = flops / 8 / 989e12
     assert least < spent[1] < 4 * least
     assert spent[3] > spent[1]  # every matrix is gathered
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_only_muon_gathers_matrices(zero_stage: int) -> None:
+    """AdamW's first: what is memoized is not the other's."""
+    layout = change(
+        tensor=1, pipeline=1, data=8, gradient_accumulation_steps=2, zero_stage=zero_stage
+    )
+    gathered = [
+        step_traffic(
+            price_planned_layout(problem_of(recipe, GRAPH), layout, (0, len(GRAPH.layers)))[0], 0
+        ).muon_matrices
+        for recipe in (recipe_of(LLAMA_8B), with_muon(LLAMA_8B))
+    ]
+    # Each of eight ranks has four whole layers of 32 in its part of the flat matrices.
+    assert gathered == [0, 2 * 2 * MATRICES if zero_stage == 3 else 0]
 
 
 def test_a_checkpoint_has_the_moments() -> None:
