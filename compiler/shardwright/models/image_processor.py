@@ -15,10 +15,9 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
-from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -45,6 +44,9 @@ from shardwright.models.tasks.vision_language import (
     vision_encoder_config,
     vision_encoder_shape,
 )
+
+if TYPE_CHECKING:  # Pillow is of the extra `vision`; models without images do without it
+    from PIL import Image
 
 _FILE = "processor_config.json"
 _CUTTING = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
@@ -202,6 +204,8 @@ def processor_files(processor: Any, config: PretrainedConfig) -> dict[str, bytes
             json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
         loaded = load_processor(Path(folder))
+        from PIL import Image
+
         try:
             _, written = loaded._process_images(
                 [Image.new("RGB", (40, 30))], **image_processor_arguments(loaded)
@@ -368,6 +372,8 @@ def _called(processor: Callable[..., Any], image: Image.Image, options: dict[str
 
 
 def _test_images(tower: VisionEncoderShape) -> Iterator[Image.Image]:
+    from PIL import Image
+
     yield from (Image.new("RGB", (a * tower.side, b * tower.side)) for a, b in SIDES)
 
 

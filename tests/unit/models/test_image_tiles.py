@@ -3,6 +3,7 @@ processor makes."""
 
 from __future__ import annotations
 
+import ast
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ from shardwright.cost.vision_encoder_flops import largest_image_sequence
 from shardwright.data.image_files import ImageSource
 from shardwright.data.image_inputs import ImageProcessor
 from shardwright.diagnostics import Refusal
+from shardwright.models import image_processor
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.image_processor import (
     default_image_processor,
@@ -176,3 +178,13 @@ def test_the_largest_row_counts_tiles(cut: bool, pictures: int, tmp_path: Path) 
     read = load_recipe(tmp_path / "recipe.json")
     row = largest_image_sequence(read, build_model_graph(read.model))
     assert row is not None and (row.image_count, row.patches) == (pictures, 16)
+
+
+def test_models_without_images_need_no_pillow() -> None:
+    """Pillow is of the extra `vision`: what traces every model imports it where an image is."""
+    for path in Path(image_processor.__file__).parents[1].rglob("*.py"):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in statement.names]
+                module = getattr(statement, "module", None)
+                assert not any(name.startswith("PIL") for name in [module or "", *names]), path
