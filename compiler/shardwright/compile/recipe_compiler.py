@@ -31,6 +31,7 @@ from shardwright.launch.launchers.launcher_table import (
     short_stop_warning,
     unexpanded_variables,
     unmounted_paths,
+    unsaved_recovery_warning,
 )
 from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout import Candidate
@@ -129,6 +130,7 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
         *inputs.warnings,
         *plain_secret_warnings(recipe),
         *unexpanded_variables(recipe),
+        *unsaved_recovery_warning(recipe),
         *estimate.diagnostics,
         *warnings,
     )

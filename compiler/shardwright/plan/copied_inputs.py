@@ -13,6 +13,7 @@ from shardwright.plan.folder_paths import (
     HOSTFILE,
     MODEL_DIRECTORY,
     SETUP_SCRIPT,
+    SPARE_HOSTS,
     TOKENIZER_DIRECTORY,
 )
 from shardwright.plan.hostfile import read_hostfile
@@ -92,7 +93,8 @@ def _tokenizer(folder: Path, name: str) -> dict[str, bytes]:
 
 
 def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
-    """Return the recipe's hostfile, checked and without comments; {} where there is none."""
+    """Return the recipe's hostfile, checked and without comments, its spare hosts in a file of
+    their own; {} where there is none."""
     path = recipe.launch.hostfile
     if path is None:
         return {}
@@ -106,10 +108,14 @@ def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
             "Write a text file with a line `name slots=N` for each node.",
             ("launch", "hostfile"),
         ) from None
-    hosts = read_hostfile(path, text, cluster.nodes, cluster.gpus_per_node)
-    return {
-        HOSTFILE: "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode("utf-8")
-    }
+    recovery = recipe.launch.recovery
+    spares = 0 if recovery is None else recovery.spares
+    hosts = read_hostfile(path, text, cluster.nodes, cluster.gpus_per_node, spares)
+    lines = [f"{host.name} slots={host.slots}\n" for host in hosts]
+    files = {HOSTFILE: "".join(lines[: cluster.nodes]).encode("utf-8")}
+    if lines[cluster.nodes :]:
+        files[SPARE_HOSTS] = "".join(lines[cluster.nodes :]).encode("utf-8")
+    return files
 
 
 def _setup_script(recipe: Recipe) -> dict[str, bytes]:

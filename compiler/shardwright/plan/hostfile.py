@@ -31,8 +31,10 @@ class Host:
     place: Location
 
 
-def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Host, ...]:
-    """Return the hosts in order: host i is the plan's node i.
+def read_hostfile(
+    path: str, text: str, nodes: int, gpus_per_node: int, spares: int = 0
+) -> tuple[Host, ...]:
+    """Return the hosts in order: host i is the plan's node i. At most `spares` more may follow.
 
     Rank r of a plan is on slot r % gpus_per_node of node r // gpus_per_node. DeepSpeed numbers
     ranks through the hosts' slots, so another number of slots would shift every later rank and move
@@ -76,8 +78,8 @@ def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple
         for host in hosts
         if host.slots != gpus_per_node
     ]
-    if not errors and len(hosts) != nodes:
-        surplus = hosts[nodes].place if len(hosts) > nodes else None
+    if not errors and not nodes <= len(hosts) <= nodes + spares:
+        surplus = hosts[nodes + spares].place if len(hosts) > nodes + spares else None
         at = f" line {surplus.line}" if surplus else ""
         errors.append(
             found(
@@ -86,6 +88,7 @@ def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple
                 (
                     f"hostfile{at}: {_count(len(hosts), 'host')}, but the plan has "
                     f"{_count(nodes, 'node')}"
+                    + (f" and {_count(spares, 'spare host')}" if spares else "")
                 ),
                 f"Write {_count(nodes, 'line')} `name slots={gpus_per_node}`, or compile for "
                 f"cluster.nodes: {max(1, len(hosts))}.",

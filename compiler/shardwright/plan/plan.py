@@ -471,6 +471,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["low_precision"]
     elif not plan.low_precision.experts:
         del document["low_precision"]["experts"]
+    if plan.launch.recovery is None:
+        del document["launch"]["recovery"]
     if plan.outer is None:
         del (
             document["outer"],

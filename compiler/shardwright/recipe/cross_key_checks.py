@@ -435,6 +435,31 @@ def schedulers(view: DocumentView) -> Iterator[Diagnostic]:
         yield found("SW1201", "launch.launcher", message, help)
 
 
+@cross_check("launch.recovery", "cluster.nodes", "cluster.islands", all_islands=True)
+def recovery_keys(view: DocumentView) -> Iterator[Diagnostic]:
+    if view.get("launch.recovery") is None:
+        return
+    if island_count(view.document) > 1:
+        message = "launch.recovery has no effect with cluster.islands: an island ends by itself"
+        help = "Remove it; `run --island K` is started again by hand and takes a member's state."
+        yield found("SW1229", "launch.recovery", message, help)
+        return
+    fewest, nodes = view.number("launch.recovery.min_nodes"), view.number("cluster.nodes")
+    if fewest is None or nodes is None:
+        return
+    key = "launch.recovery.min_nodes"
+    if fewest > nodes:
+        message = f"{key} is {fewest}, but cluster.nodes is {nodes}"
+        yield found("SW1229", key, message, f"Give a number from 1 to {nodes}, or `auto`.")
+    elif fewest < nodes and view.get("cluster.shared_filesystem") is False:
+        message = (
+            f"{key} is {fewest} of {nodes}, but without a shared file system the other hosts would "
+            "not have the new plan"
+        )
+        help = "Remove min_nodes, or put the folder on a shared file system."
+        yield found("SW1229", key, message, help)
+
+
 @cross_check("launch.slurm.extra")
 def sbatch_options(view: DocumentView) -> Iterable[Diagnostic]:
     extra = view.get("launch.slurm.extra")

@@ -32,6 +32,8 @@ LowPrecision = Literal["none", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise",
 AutoSwitch = Literal["off", "auto", "on"]
 """Switches a feature; auto turns it on where it is available."""
 Objective = Literal["throughput", "memory", "cost"]
+FailureCause = Literal["host", "rank", "hang", "preemption", "nonfinite"]
+"""Names why an attempt of a run ended early, where a restart may help."""
 
 Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
 """Names the network between nodes."""
@@ -40,6 +42,7 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 RECOMPUTE_MODULES: RecomputedModules = get_args(RecomputeModule)
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
+FAILURE_CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

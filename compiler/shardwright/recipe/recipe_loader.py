@@ -139,6 +139,7 @@ _LATER_KEYS: tuple[tuple[str, str, JsonValue], ...] = (
     ("assume", "expert_imbalance", "auto"),
     ("training", "low_precision", "none"),
     ("training", "low_precision_keep", []),
+    ("launch", "recovery", None),
 )
 """Keys that older recipes lack, with their default: said or left out, it is the same recipe."""
 
@@ -281,6 +282,8 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
             full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
             slurm["container"] = {**container, "mounts": full}
         launch["slurm"] = slurm
+    if (recovery := cast("Section | None", launch.get("recovery"))) is not None:
+        launch["recovery"] = _without_auto(recovery)
     env: JsonValue = [list(pair) for pair in cast(JsonObject, launch["env"]).items()]
     return {
         **document,

@@ -10,9 +10,11 @@ from typing import Literal
 
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.recipe.literal_types import (
+    FAILURE_CAUSES,
     AutoSwitch,
     ExpertDispatcher,
     Fabric,
+    FailureCause,
     Kernels,
     LayerCheckpointing,
     Loss,
@@ -440,12 +442,28 @@ class KubernetesSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySection:
+    """Limits what `run --supervise` does when a run ends early.
+
+    retries: restarts in a row without a newer checkpoint. min_nodes: fewest nodes to plan again
+    for; None is cluster.nodes. spares: hosts after those of the plan in the hostfile. on: causes
+    that are restarted.
+    """
+
+    retries: int = 3
+    min_nodes: int | None = None
+    spares: int = 0
+    on: tuple[FailureCause, ...] = FAILURE_CAUSES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
     """Configures the launch. hostfile, setup_script: absolute; in a plan relative to the compiled
     folder.
 
     Without a hostfile the hosts are named when the run starts. slurm, kubernetes: in a plan set
     only for that launcher. outer_store: address of the islands' store, None without islands.
+    recovery: None where the recipe has none.
     """
 
     launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
@@ -458,6 +476,7 @@ class LaunchSection:
     slurm: SlurmSection | None = None
     kubernetes: KubernetesSection | None = None
     outer_store: str | None = None
+    recovery: RecoverySection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,6 +194,20 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     if launcher.scheduler and launch.hostfile is not None:
         message = f"launch.hostfile: under {launcher.name} the hosts come from the scheduler"
         wrong.append(found("SW5207", "launch.hostfile", message, "Remove it."))
+    if launch.recovery is not None and (launcher.scheduler or launcher.by_hand):
+        does = "schedules" if launcher.scheduler else "does not start"
+        message = (
+            f"launch.recovery: {launcher.name} {does} the nodes, so nothing here restarts them"
+        )
+        help = {
+            "slurm": "Remove it; `launch.slurm.requeue: true` restarts the job.",
+            "kubernetes": "Remove it; `launch.kubernetes.restarts` restarts the pods.",
+        }.get(launcher.name, "Remove it, or use another launcher.")
+        wrong.append(found("SW5214", "launch.recovery", message, help))
+    elif launch.recovery is not None and launch.recovery.spares and not launcher.uses_hostfile:
+        message = f"launch.recovery.spares: {launcher.name} has no hostfile with further hosts"
+        help = "Remove it, or use a launcher with a hostfile."
+        wrong.append(found("SW5214", "launch.recovery.spares", message, help))
     if launcher.uses_hostfile:
         values: list[tuple[tuple[str, ...], str]] = [
             (("launch", "env", k), v) for k, v in sorted(launch.env)
@@ -235,6 +249,17 @@ def unexpanded_variables(recipe: Recipe) -> tuple[Diagnostic, ...]:
         key = ("launch", "env", name)
         warnings.append(found("SW5212", key, message, help, severity="warning"))
     return tuple(warnings)
+
+
+def unsaved_recovery_warning(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Warn where a restart has no checkpoint to go on from."""
+    if recipe.launch.recovery is None or recipe.checkpoint.every_steps is not None:
+        return ()
+    message = (
+        "launch.recovery: checkpoint.every_steps is null, so every restart begins at step 1 again"
+    )
+    help = "Set checkpoint.every_steps: auto, or a number of steps."
+    return (found("SW5215", "checkpoint.every_steps", message, help, severity="warning"),)
 
 
 def short_stop_warning(plan: Plan, save_seconds: float) -> tuple[Diagnostic, ...]:
