@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwright.cli.compile_commands import verification_json, verification_text
-from shardwright.monitor.run_files import METRICS_FILE
+from shardwright.monitor.attempt_records import METRICS_FILE
 from shardwright.verify import layout_verification
 from shardwright.verify.layout_verification import Comparison, VerificationResult
 from shardwright.verify.reference_run import Reference

@@ -13,56 +13,32 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
 
 from shardwright.checkpoint.checkpoint_storage import published_steps
-from shardwright.monitor.run_files import (
+from shardwright.monitor.attempt_records import (
+    ATTEMPTS_FILE,
     METRICS_FILE,
+    discarded_seconds,
+    read_attempts,
+    read_step_times,
+)
+from shardwright.monitor.run_files import (
     MetricsLine,
     read_attempt_record,
     read_json,
     read_status,
+    refresh_attempts,
 )
 from shardwright.plan.plan import Plan
-from shardwright.utils.json_lines import Count, append_line, read_json_lines
+from shardwright.utils.json_lines import append_line, read_json_lines
 from shardwright.utils.json_values import JsonObject
 
-ATTEMPTS_FILE, ATTEMPTS_FOLDER = "run/attempts.jsonl", "run/attempts"
+ATTEMPTS_FOLDER = "run/attempts"
 KEPT_ATTEMPTS = 10
 """Folders that are kept: the first attempt's, whose error is often the cause of the others, and the
 newest."""
 FILES = ("status.json", "launcher.log", "errors", "ranks")
 RANK_LOGS = "rank-*.log"
-
-
-class AttemptLine(TypedDict):
-    """A line of run/attempts.jsonl.
-
-    A start has time (Unix seconds), launcher, hosts (null where a scheduler chooses them),
-    world_size, resume (the checkpoint) and step (the checkpoint's). An end has time, outcome
-    (done | preempted | failed | lost), exit_code and signal of the launcher, stop_requested, code,
-    cause, rank and host of a failure, step (the last one trained) and checkpoint (the newest one).
-    The end of an attempt that nobody saw end has the outcome of run/status.json, or lost; its time
-    is that of the file that it wrote last.
-    """
-
-    event: Literal["start", "end"]
-    attempt: Count
-    step: NotRequired[Count | None]
-    outcome: NotRequired[str | None]
-    cause: NotRequired[str | None]
-    code: NotRequired[str | None]
-    rank: NotRequired[Count | None]
-
-
-def read_attempts(folder: Path) -> list[dict[str, Any]]:
-    """Return each attempt of the compiled `folder`: its number, and `start` and `end` as they were
-    written; None where a line is missing."""
-    found: dict[int, dict[str, Any]] = {}
-    for line in read_json_lines(folder / ATTEMPTS_FILE, AttemptLine):
-        number, event = line.pop("attempt"), line.pop("event")
-        found.setdefault(number, {"attempt": number, "start": None, "end": None})[event] = line
-    return [found[number] for number in sorted(found)]
 
 
 def last_attempt_number(folder: Path) -> int:
@@ -81,11 +57,19 @@ def record_start(
         "time": time.time(),
         "launcher": plan.launch.launcher,
         "hosts": list(hosts) or None,
+        "nodes": plan.nodes,
+        "layout": layout_text(plan),
         "world_size": plan.strategy.world_size,
         "resume": resume,
         "step": step,
+        "discarded_seconds": round(discarded_seconds(folder, step), 3),
     }
     append_line(folder / ATTEMPTS_FILE, line)
+
+
+def layout_text(plan: Plan) -> str:
+    """Return the layout's degrees, as `plan` prints them."""
+    return plan.strategy.describe().partition(" micro_batch_size=")[0]
 
 
 def record_end(
@@ -98,6 +82,7 @@ def record_end(
     own = status.status in ("done", "preempted", "failed")
     failed = status.status == "failed"
     saved = published_steps(folder / plan.checkpoint.directory)
+    times = read_step_times(folder).get(number)
     line: JsonObject = {
         "event": "end",
         "attempt": number,
@@ -113,8 +98,11 @@ def record_end(
         "hosts": _hosts(run),
         "step": _last_step(folder, number),
         "checkpoint": saved[-1][1].name if saved else None,
+        "first_step_time": None if times is None else times.began,
+        "last_step_time": None if times is None else times.ended,
     }
     append_line(folder / ATTEMPTS_FILE, line)
+    refresh_attempts(folder)
 
 
 def _last_written(run: Path) -> float | None:

@@ -48,17 +48,35 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep running without this terminal; see status, logs and stop",
     )
+    parser.add_argument(
+        "--supervise",
+        action="store_true",
+        help="restart the run where it ends early, as launch.recovery says",
+    )
 
 
 def run_run(args: argparse.Namespace) -> int:
+    if args.supervise and args.island is not None:
+        raise refusal(
+            "SW5214",
+            "--supervise does not restart islands: each one ends by itself",
+            "Leave --supervise out, and start an island that ended again.",
+        )
     if args.island == "all":
         from shardwright.diloco.island_processes import run_all_islands
 
         return run_all_islands(args.folder, args.resume)
     from shardwright.launch.launcher_process import run_detached, run_folder
 
-    start = run_detached if args.detach else run_folder
-    return start(island_folder(args), args.hostfile, args.resume)
+    folder = island_folder(args)
+    if args.detach:
+        options = ["--supervise"] if args.supervise else []
+        return run_detached(folder, args.hostfile, args.resume, *options)
+    if args.supervise:
+        from shardwright.supervise.supervisor import supervise
+
+        return supervise(folder, args.hostfile, args.resume)
+    return run_folder(folder, args.hostfile, args.resume)
 
 
 # `shardwright outer-store DIR`: where the islands of a compiled folder meet.
@@ -98,10 +116,14 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
 def run_stop(args: argparse.Namespace) -> int:
     from shardwright.launch.run_state import is_alive, read_state
     from shardwright.plan.plan import load_plan
+    from shardwright.train.run_attempt import SUPERVISOR_STOP, supervisor_owner
 
     folder = island_folder(args)
     plan = load_plan(folder)
-    if not is_alive(folder):
+    supervised = supervisor_owner(folder) is not None
+    if supervised:
+        (folder / SUPERVISOR_STOP).touch()
+    if not is_alive(folder) and not supervised:
         raise refusal(
             "SW6304",
             f"no run of {str(folder)!r} is alive: its status is {read_state(plan, folder).status}",
@@ -131,12 +153,15 @@ def run_stop(args: argparse.Namespace) -> int:
 
 def _wait(plan: Plan, folder: Path) -> RunState:
     from shardwright.launch.run_state import read_state
+    from shardwright.train.run_attempt import supervisor_owner
     from shardwright.utils.run_lease import is_locked_by_run
 
     reported_at = 0.0
     while True:
         state = read_state(plan, folder)
-        if state.is_final and not is_locked_by_run(folder):  # the next `run` shall find it free
+        # The next `run` shall find it free.
+        is_free = not is_locked_by_run(folder) and supervisor_owner(folder) is None
+        if state.is_final and is_free:
             return state
         if time.monotonic() - reported_at > PROGRESS_SECONDS:
             reported_at = time.monotonic()

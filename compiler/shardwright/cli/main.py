@@ -87,6 +87,9 @@ COMMANDS: dict[str, Command] = {
     "stop": Command(LAUNCH, "launch_commands", "save a checkpoint and end a run"),
     "status": Command(LOOK, "monitor_commands", "show how a run is doing"),
     "logs": Command(LOOK, "monitor_commands", "show a run's output, or one rank's"),
+    "autopsy": Command(
+        LOOK, "monitor_commands", "explain why a run ended, what it cost and what to do"
+    ),
     "report": Command(
         LOOK, "monitor_commands", "write a one-page HTML report of a compiled folder and its run"
     ),

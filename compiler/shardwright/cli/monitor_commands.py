@@ -89,10 +89,19 @@ def read_run_status(plan: Plan, folder: Path) -> RunStatus:
 
 
 def _status_json(status: RunStatus) -> dict[str, Any]:
-    from shardwright.checkpoint.run_attempts import read_attempts
+    from shardwright.monitor.attempt_records import attempt_summaries, read_attempts, run_cost
+    from shardwright.train.run_attempt import supervisor_owner
 
     document = {**asdict(status.state), "predicted_save_seconds": status.predicted_save_seconds}
-    return {**document, "attempts": read_attempts(status.folder)}
+    cost = run_cost(status.folder)
+    pairs = zip(read_attempts(status.folder), attempt_summaries(status.folder), strict=True)
+    return {
+        **document,
+        "supervised": supervisor_owner(status.folder) is not None,
+        "seconds_lost": dict(cost.seconds_lost),
+        "goodput": cost.goodput,
+        "attempts": [{**lines, **asdict(summary)} for lines, summary in pairs],
+    }
 
 
 def _predicted_save_seconds(folder: Path) -> float | None:
@@ -112,7 +121,9 @@ def _predicted_save_seconds(folder: Path) -> float | None:
 
 def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
     from shardwright.checkpoint.checkpoint_storage import step_name
+    from shardwright.monitor.attempt_records import cost_text, run_cost
     from shardwright.monitor.gradient_noise_scale import noise_scale_text
+    from shardwright.train.run_attempt import supervisor_owner
 
     state = status.state
     attempt = "" if state.attempt is None else f", attempt {state.attempt}"
@@ -144,6 +155,9 @@ def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
             rows.append(("help", state.help))
     if state.earlier:
         rows.append(("attempts", state.earlier))
+        rows.append(("lost", cost_text(run_cost(status.folder))))
+    if (owner := supervisor_owner(status.folder)) is not None:
+        rows.append(("restarts", f"by the supervisor on {owner.place}"))
     place = shell_quoted(str(status.folder))
     rank = "" if state.rank is None else f" --rank {state.rank}"
     after = {
@@ -337,6 +351,28 @@ def log_path(plan: Plan, folder: Path, rank: int | None) -> Path:
         if rank
         else folder / "run" / "launcher.log"
     )
+
+
+# `shardwright autopsy DIR`: why a run ended, and what it cost, on one page.
+
+
+def add_autopsy_arguments(parser: argparse.ArgumentParser) -> None:
+    add_folder(parser)
+    add_island(parser)
+    add_json(parser)
+
+
+def run_autopsy(args: argparse.Namespace) -> int:
+    from shardwright.plan.plan import load_plan
+    from shardwright.supervise.autopsy import autopsy_text, read_autopsy
+
+    folder = island_folder(args)
+    report = read_autopsy(load_plan(folder), folder)
+    if args.json:
+        print(strict_json(asdict(report)))
+        return 0
+    print("\n".join(map(escape_control_characters, autopsy_text(report).splitlines())))
+    return 0
 
 
 # `shardwright report DIR -o F.html`: a compiled folder, and its run, as one page. --trace: its

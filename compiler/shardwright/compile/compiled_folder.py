@@ -160,10 +160,8 @@ def check_output_folder(directory: Path) -> None:
                     "Remove it and compile again.",
                 )
         # `run` holds a lock on this host while its ranks live; on any host they hold a lease.
-        if (
-            is_locked_by_run(directory)
-            or live_owner(directory / RUN_DIRECTORY / "lease") is not None
-        ):
+        leases = (directory / RUN_DIRECTORY / name for name in ("lease", "supervisor.lease"))
+        if is_locked_by_run(directory) or any(live_owner(lease) is not None for lease in leases):
             raise refusal(
                 "SW5106",
                 f"a run of {str(directory)!r} is alive, and its ranks read these files",

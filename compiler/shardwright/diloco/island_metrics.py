@@ -14,7 +14,8 @@ from typing import Any, NotRequired
 
 import msgspec
 
-from shardwright.monitor.run_files import METRICS_FILE, MetricsLine, number
+from shardwright.monitor.attempt_records import METRICS_FILE
+from shardwright.monitor.run_files import MetricsLine, number
 from shardwright.utils.json_lines import Count, Seconds, StepLine, read_json_lines, rows_by_step
 
 # run/rounds.jsonl: the outer steps that the store of several islands committed, a line each.

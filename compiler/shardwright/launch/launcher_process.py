@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -45,6 +46,7 @@ from shardwright.launch.run_state import (
     is_alive,
     port_was_taken,
     report_failure,
+    report_stall,
 )
 from shardwright.monitor.rank_events import RunNotice, RunStalled, parse_event
 from shardwright.monitor.run_files import (
@@ -60,7 +62,7 @@ from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.plain_secrets import secrets_of_plan
 from shardwright.recipe.recipe_types import weights_summary
 from shardwright.train.host_consistency import check_folder_digests
-from shardwright.train.run_attempt import begin_attempt, hold_run_lease
+from shardwright.train.run_attempt import begin_attempt, check_no_supervisor, hold_run_lease
 from shardwright.train.secret_environment import secret_redactor
 from shardwright.utils.child_processes import (
     end_processes,
@@ -127,6 +129,8 @@ INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
 """Separates the end of one host's ranks from the end of all. Ranks that have met end themselves
 sooner."""
+STALL_GRACE_SECONDS = 2.0
+"""Leaves rank 0 the time to write who is the suspect into run/status.json."""
 
 MISSING_DATA_CODES = ("SW6101", "SW6102", "SW6119")
 """Data that is not where the plan says."""
@@ -159,10 +163,26 @@ MAX_PORT_ATTEMPTS = 3
 """Starts with `launch.master_port: auto`, each with a port that is free at that moment."""
 
 
-def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """Hold what a supervisor shares with the attempt that it starts.
+
+    ends_on_stall: end an attempt that has stalled
+    stop_requested: set where this process is asked to stop
+    """
+
+    ends_on_stall: bool
+    stop_requested: threading.Event
+
+
+def run_folder(
+    folder: Path, hostfile: Path | None, resume: str, supervision: Supervision | None = None
+) -> int:
     """resume: auto | never | a step folder. Returns the exit code: 0 done or preempted, 1 refused,
     3 not finished."""
     plan = load_plan(folder)
+    if supervision is None:
+        check_no_supervisor(folder)
     for warning in check_versions(plan):
         print(warning, file=sys.stderr)
     check_preflight(plan, folder, hostfile)
@@ -197,7 +217,7 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
             ).number
             code: int | None = None
             try:
-                end = _launch(plan, folder, hostfile, attempt, lock)
+                end = _launch(plan, folder, hostfile, attempt, lock, supervision)
                 code = end.code
                 if port == MAX_PORT_ATTEMPTS or not port_was_taken(plan, folder / "run"):
                     return _tell_end(plan, folder, attempt, end)
@@ -219,6 +239,8 @@ def _tell_end(plan: Plan, folder: Path, attempt: int, end: LauncherEnd) -> int:
         print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
         print(f"checkpoints  {folder / plan.checkpoint.directory}")
         return 0
+    if end.stall is not None:
+        return report_stall(folder, attempt, end.stall)
     return report_failure(plan, folder, attempt, end.code, end.unlogged)
 
 
@@ -284,18 +306,26 @@ def command(plan: Plan, hostfile: Path | None) -> list[str]:
 
 class LauncherEnd(NamedTuple):
     """code: the launcher's. unlogged: the end of its output, where launcher.log could not be
-    written."""
+    written. stall: the event for which a supervised run was ended."""
 
     code: int
     unlogged: str = ""
+    stall: RunStalled | None = None
 
 
 def _launch(
-    plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock: int
+    plan: Plan,
+    folder: Path,
+    hostfile: Path | None,
+    attempt: int,
+    lock: int,
+    supervision: Supervision | None,
 ) -> LauncherEnd:
     """Streams until the launcher ends. SIGUSR1 and SIGTERM ask the ranks to save and stop."""
 
     def ask_to_stop(*_: object) -> None:
+        if supervision is not None:
+            supervision.stop_requested.set()
         try:
             (folder / "run" / "stop").touch()
         except OSError as error:
@@ -335,11 +365,12 @@ def _launch(
         start_new_session=True,
     )
     try:
-        unlogged = _stream(process, plan, folder)
+        ends_on_stall = supervision is not None and supervision.ends_on_stall
+        unlogged, stall = _stream(process, plan, folder, ends_on_stall=ends_on_stall)
         code = process.wait()
         if interrupts:
             raise KeyboardInterrupt
-        return LauncherEnd(code=code, unlogged=unlogged)
+        return LauncherEnd(code=code, unlogged=unlogged, stall=stall)
     except KeyboardInterrupt:
         end_processes([process], LAUNCHERS[plan.launch.launcher].interrupt, INTERRUPT_GRACE_SECONDS)
         with contextlib.suppress(OSError):
@@ -350,11 +381,17 @@ def _launch(
             signal.signal(number, handler)
 
 
-def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> str:
+def _stream(
+    process: subprocess.Popen[str], plan: Plan, folder: Path, *, ends_on_stall: bool
+) -> tuple[str, RunStalled | None]:
     """Everything into run/launcher.log, what a person wants to see to the terminal. Returns what
-    could not be written there: a full disk does not end the run."""
+    could not be written there: a full disk does not end the run.
+
+    ends_on_stall: end the launcher where the run has stalled, and return that event too
+    """
     assert process.stdout is not None
     kill_timer: threading.Timer | None = None
+    stall: RunStalled | None = None
     blot = secret_redactor(plan.launch.env_from, secrets_of_plan(plan.launch, plan.checkpoint))
     path = folder / "run" / "launcher.log"
     path.unlink(missing_ok=True)  # an earlier version left it readable to all
@@ -377,10 +414,11 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> str:
                 unlogged.append(text)
             if _HOST_FAILED.match(text) and kill_timer is None:
                 # Its ranks told the others, unless they never met.
-                kill_timer = threading.Timer(HOST_GRACE_SECONDS, kill_tree, [process])
-                kill_timer.daemon = True
-                kill_timer.start()
+                kill_timer = _kill_later(process, HOST_GRACE_SECONDS)
             event = parse_event(text)
+            if ends_on_stall and stall is None and isinstance(event, RunStalled):
+                stall = event
+                kill_timer = kill_timer or _kill_later(process, STALL_GRACE_SECONDS)
             if PROGRESS in text:
                 progress.show(text.split(PROGRESS, 1)[1])
             elif event is not None:
@@ -390,7 +428,14 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> str:
                 progress.note(text.rstrip())
     if kill_timer is not None:
         kill_timer.cancel()
-    return "".join(unlogged)
+    return "".join(unlogged), stall
+
+
+def _kill_later(process: subprocess.Popen[str], seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, kill_tree, [process])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 # `run --detach`: the same command in a session of its own, which no terminal and no ssh session
@@ -400,8 +445,9 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> str:
 POLL_SECONDS = 0.2
 
 
-def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
-    """Returns once the run has passed its checks: 0, or the exit code of one that did not."""
+def run_detached(folder: Path, hostfile: Path | None, resume: str, *options: str) -> int:
+    """Returns once the run has passed its checks: 0, or the exit code of one that did not. options:
+    further ones of `run`."""
     plan, before = load_plan(folder), read_attempt_record(folder).number
     if is_alive(folder):
         raise run_alive_refusal(folder)
@@ -411,7 +457,7 @@ def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
     move_to_attempt(folder, last_attempt_number(folder), log)
     with log.open("w") as file:
         process = subprocess.Popen(
-            shardwright_command("run", str(folder), "--resume", resume, *hosts),
+            shardwright_command("run", str(folder), "--resume", resume, *hosts, *options),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

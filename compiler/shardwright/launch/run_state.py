@@ -16,7 +16,13 @@ from shardwright.data.dataset import recorded_step_count
 from shardwright.engines.engine_table import engine_of
 from shardwright.layout.axes import ZERO_STAGES
 from shardwright.monitor.gradient_noise_scale import NoiseScale, run_noise_scale
-from shardwright.monitor.rank_events import RankFailed, RankLost, first_failure, read_events
+from shardwright.monitor.rank_events import (
+    RankFailed,
+    RankLost,
+    RunStalled,
+    first_failure,
+    read_events,
+)
 from shardwright.monitor.run_files import (
     PROGRESS,
     AttemptRecord,
@@ -257,6 +263,22 @@ def report_failure(
     if code != "SW6006":  # else the folder, and its status, are another run's
         _write_failure(folder, attempt, rank=rank, **where, code=code, cause=cause)
     return 3 if code in UNFINISHED_RUN_CODES else 1
+
+
+def report_stall(folder: Path, attempt: int, stall: RunStalled) -> int:
+    """Print why a supervised run was ended in a stall, write status.json, return 3."""
+    suspect = read_status(folder)
+    _print_error("SW6303", stall.text, "The supervisor ended this attempt.")
+    _write_failure(
+        folder,
+        attempt,
+        rank=stall.ranks[0] if stall.ranks else None,
+        host=suspect.host if stall.ranks else None,
+        stage=suspect.stage if stall.ranks else None,
+        code="SW6303",
+        cause=stall.text,
+    )
+    return 3
 
 
 def _write_failure(folder: Path, attempt: int, **more: JsonValue) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from shardwright.monitor.run_files import METRICS_FILE
+from shardwright.monitor.attempt_records import METRICS_FILE
 from shardwright.utils.json_lines import Count, Figure, StepLine, rows_by_step
 from shardwright.utils.json_values import JsonObject
 from shardwright.utils.number_format import format_number

@@ -20,7 +20,7 @@ from shardwright.utils.json_values import JsonObject
 # No step for ten minutes: which rank do all the others wait for? No torch here.
 
 
-_COLLECTIVES = (
+COLLECTIVE_FILES = (
     "torch/distributed/distributed_c10d.py",
     "deepspeed/comm/",
     "torch/distributed/_functional_collectives",
@@ -51,7 +51,7 @@ def thread_location(thread: int) -> tuple[str, str | None]:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     while frame is not None:
         if (
-            any(part in frame.f_code.co_filename for part in _COLLECTIVES)
+            any(part in frame.f_code.co_filename for part in COLLECTIVE_FILES)
             and frame.f_code.co_name != "wrapper"
         ):
             collective = frame.f_code.co_name

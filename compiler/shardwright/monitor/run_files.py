@@ -16,6 +16,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar, cast
 import msgspec
 
 from shardwright.diagnostics.file_errors import NO_SPACE, names_file
+from shardwright.monitor.attempt_records import METRICS_FILE, attempts_json
 from shardwright.utils.file_io import parse_strict_json, read_regular_file, write_atomically
 from shardwright.utils.json_lines import (
     Count,
@@ -30,7 +31,7 @@ from shardwright.utils.json_lines import (
 from shardwright.utils.json_values import JsonObject, JsonValue, strict_json
 
 Record = TypeVar("Record")
-METRICS_FILE, EVALUATION_FILE = "run/metrics.jsonl", "run/evaluation.jsonl"
+EVALUATION_FILE = "run/evaluation.jsonl"
 SAVES_FILE, OUTER_STEPS_FILE = "run/saves.jsonl", "run/outer.jsonl"
 ATTEMPT_FILE = "run/attempt.json"
 PROGRESS = "@shardwright "
@@ -38,8 +39,9 @@ PROGRESS = "@shardwright "
 
 
 class MetricsLine(StepLine):
-    """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. margin,
-    accuracy: of a preference objective. A line of an earlier version lacks some."""
+    """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. time: Unix
+    seconds at the step's end. margin, accuracy: of a preference objective. A line of an earlier
+    version lacks some."""
 
     loss: NotRequired[Figure | None]
     grad_norm: NotRequired[Figure | None]
@@ -49,6 +51,7 @@ class MetricsLine(StepLine):
     attempt: NotRequired[Count]
     margin: NotRequired[float | None]
     accuracy: NotRequired[float | None]
+    time: NotRequired[Figure]
 
 
 class EvaluationLine(StepLine):
@@ -182,6 +185,7 @@ class MetricsWriter(JsonLinesWriter):
             tokens=tokens,
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
+            time=round(time.time(), 3),
             **more,
         )
         print(PROGRESS + text, flush=True)
@@ -273,10 +277,18 @@ def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> 
     path = folder / "run" / "status.json"
     document = {"status": status, "attempt": attempt, "time": time.time(), **more}
     try:
-        write_json(path, document)
+        write_json(path, {**document, "attempts": attempts_json(folder)})
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         # No room for a new file beside it: the old one has a block of its own.
         with names_file(path), path.open("r+b", buffering=0) as file:
             file.truncate(file.write(f"{strict_json(document)}\n".encode()))
+
+
+def refresh_attempts(folder: Path) -> None:
+    """Write the attempts into run/status.json, once one has ended. Raises OSError."""
+    path = folder / "run" / "status.json"
+    document = read_json(path)
+    if document:
+        write_json(path, {**document, "attempts": attempts_json(folder)})

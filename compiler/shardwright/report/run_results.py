@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.run_attempts import earlier_attempts_text
+from shardwright.monitor.attempt_records import (
+    METRICS_FILE,
+    AttemptSummary,
+    attempt_summaries,
+    cost_text,
+    run_cost,
+)
 from shardwright.monitor.gradient_noise_scale import noise_scale_text, run_noise_scale
 from shardwright.monitor.run_files import (
     EVALUATION_FILE,
-    METRICS_FILE,
     EvaluationLine,
     MetricsLine,
     number,
@@ -87,6 +93,7 @@ class MeasuredRun:
     peak_bytes: of the peak-memory rank (run/summary.json); None where it is missing
     noise: the gradient noise scale in words; "" where it was not measured
     earlier: how the attempts before this one ended; "" where there were none
+    attempts: all, oldest first; cost: the seconds that restarts lost, in words
     """
 
     status: str
@@ -101,6 +108,8 @@ class MeasuredRun:
     evaluations: tuple[Evaluation, ...]
     noise: str
     earlier: str
+    attempts: tuple[AttemptSummary, ...]
+    cost: str
 
 
 def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
@@ -130,4 +139,6 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         ),
         noise="" if noise is None else noise_scale_text(noise),
         earlier=earlier_attempts_text(folder),
+        attempts=tuple(attempt_summaries(folder)),
+        cost=cost_text(run_cost(folder)),
     )

@@ -38,6 +38,7 @@ from shardwright.utils.run_lease import (
     LeaseOwner,
     current_process_owner,
     lease_owner,
+    live_owner,
 )
 
 # A run's lease on its compiled folder and its checkpoint folder: no second run, however it is
@@ -70,6 +71,36 @@ def hold_run_lease(plan: Plan, folder: Path) -> Iterator[Lease]:
         yield lease
     finally:
         lease.release()
+
+
+# A supervisor holds a lease of its own for as long as it lives, also between two attempts.
+
+SUPERVISOR, SUPERVISOR_LEASE = "supervisor", "run/supervisor.lease"
+SUPERVISOR_STOP = "run/supervisor.stop"
+"""Asks the supervisor to end, as run/stop asks the ranks."""
+
+
+@contextlib.contextmanager
+def hold_supervisor_lease(folder: Path) -> Iterator[None]:
+    """Hold the supervisor's lease of a compiled folder. Raises Refusal: SW6006 where another
+    supervisor lives."""
+    lease = Lease([folder / SUPERVISOR_LEASE], current_process_owner(SUPERVISOR, folder))
+    take(lease, folder)
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def supervisor_owner(folder: Path) -> LeaseOwner | None:
+    """Return the supervisor of a compiled folder, if it lives."""
+    return live_owner(folder / SUPERVISOR_LEASE)
+
+
+def check_no_supervisor(folder: Path) -> None:
+    """Raise Refusal, SW6006, where a supervisor of this folder lives."""
+    if (owner := supervisor_owner(folder)) is not None:
+        raise _other_run_refusal(folder, LeaseHeldError(folder / SUPERVISOR_LEASE, owner))
 
 
 def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
@@ -133,7 +164,9 @@ def lease_lost(owner: LeaseOwner, folder: Path) -> Refusal:
 
 def _other_run_refusal(folder: Path, held: LeaseHeldError) -> Refusal:
     owner = held.owner
-    if owner.folder == str(folder.resolve()):
+    if owner.role == SUPERVISOR:
+        message = f"a supervisor of {str(folder)!r} is alive: {owner.place}"
+    elif owner.folder == str(folder.resolve()):
         message = f"another run of {str(folder)!r} is alive: {owner.place}"
     else:
         message = (

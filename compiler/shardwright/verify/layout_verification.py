@@ -28,7 +28,8 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
-from shardwright.monitor.run_files import EVALUATION_FILE, METRICS_FILE
+from shardwright.monitor.attempt_records import METRICS_FILE
+from shardwright.monitor.run_files import EVALUATION_FILE
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.run_attempts import KEPT_ATTEMPTS, read_attempts, record_end
+from shardwright.checkpoint.run_attempts import KEPT_ATTEMPTS, record_end
 from shardwright.cli import main as cli
 from shardwright.launch import launcher_process
 from shardwright.launch.launcher_process import LauncherEnd
+from shardwright.monitor.attempt_records import read_attempts
 from shardwright.monitor.run_files import write_json, write_status
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.train.run_attempt import begin_attempt
@@ -156,7 +157,7 @@ def test_run_and_status_of_several_attempts(
     shutil.rmtree(out)
     assert cli.main(["compile", str(write_recipe()), "-o", str(out)]) == 0
 
-    def launch(plan: Plan, folder: Path, hostfile: object, attempt: int, lock: int) -> LauncherEnd:
+    def launch(plan: Plan, folder: Path, *_: object) -> LauncherEnd:
         event = {"kind": "failed", "rank": 1, "host": "a", "code": "SW6301", "cause": "no memory"}
         line = f"@shardwright-event {json.dumps(event)}\nx exits with return code = -9\n"
         (folder / "run" / "launcher.log").write_text(line)

@@ -1,0 +1,1 @@
+"""Restart a run that ended early: `run --supervise`."""

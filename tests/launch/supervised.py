@@ -1,0 +1,74 @@
+"""Compiled folders whose ranks fail at a planned step, for runs under a supervisor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwright.utils.numeric_difference import max_series_diff
+from tests.parity.harness import STEPS, Case, metrics, must, recipe, shardwright, write_inputs
+
+EVERY = 2
+LOSS_TOLERANCE = 1e-6
+
+PLANT = """
+import dataclasses, math, os, signal, time
+from shardwright.train.training_session import Session
+_train = Session.train
+def _planted(self, step, *rest):
+    for at, attempts, rank, act in {faults!r}:
+        if step == at and (not attempts or self.attempt in attempts):
+            if act == "nan":
+                whole = self._trainer.step
+                def stepped(*a):
+                    return dataclasses.replace(whole(*a), loss=math.nan)
+                self._trainer.step = stepped
+            elif rank == self.rank:
+                if act == "kill": os.kill(os.getpid(), signal.SIGKILL)
+                if act == "raise": raise RuntimeError("planted")
+                if act == "hang": time.sleep(3600)
+                if act == "preempt": os.kill(os.getpid(), signal.SIGUSR1)
+                if act == "slow": time.sleep(1)
+    return _train(self, step, *rest)
+Session.train = _planted
+"""
+Fault = tuple[int, tuple[int, ...], int, str]
+"""(step, attempts or () for all, rank, kill | raise | hang | preempt | slow | nan)."""
+
+
+def write_supervised_recipe(
+    case: Case, folder: Path, recovery: dict[str, Any] | None = None, **training: Any
+) -> Path:
+    write_inputs(case, folder)
+    document = recipe(case, folder)
+    document["training"] |= training
+    document["checkpoint"] = {"every_steps": EVERY}
+    document["launch"]["recovery"] = recovery or {}
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def compile_with_faults(path: Path, out: Path, *faults: Fault) -> Path:
+    must(shardwright("compile", path, "-o", out))
+    if faults:
+        script = out / "train.py"
+        script.write_text(PLANT.format(faults=list(faults)) + script.read_text())
+    return out
+
+
+def status(out: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((out / "run" / "status.json").read_text())
+    return document
+
+
+def check_same_losses(out: Path, whole: Path) -> None:
+    """One line a step, and the losses of the run that was not interrupted."""
+    lines, wanted = metrics(out), metrics(whole)
+    assert [m["step"] for m in lines] == list(range(1, len(wanted) + 1))
+    off = max_series_diff([m["loss"] for m in lines], [m["loss"] for m in wanted])
+    assert off <= LOSS_TOLERANCE, off
+
+
+__all__ = ["EVERY", "STEPS", "check_same_losses", "compile_with_faults", "status"]

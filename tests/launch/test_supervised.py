@@ -1,0 +1,179 @@
+"""`run --supervise` on one machine, under the real launcher: ranks that are killed, that raise or
+that hang; losses that are not finite; preemption; restarts without progress; a supervisor that is
+killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.checkpoint.checkpoint_storage import published_steps
+from tests.launch.supervised import (
+    EVERY,
+    STEPS,
+    check_same_losses,
+    compile_with_faults,
+    status,
+    write_supervised_recipe,
+)
+from tests.launch.wait_until import wait_until
+from tests.parity.harness import Case, metrics, must, shardwright
+
+pytestmark = pytest.mark.launch
+
+CASE = Case(model="llama", data=2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    out = compile_with_faults(write_supervised_recipe(CASE, folder), folder / "out")
+    must(shardwright("run", out))
+    return out
+
+
+def test_a_killed_rank_and_one_that_raises(tmp_path: Path, whole: Path) -> None:
+    path = write_supervised_recipe(CASE, tmp_path)
+    faults = ((4, (1,), 1, "kill"), (6, (2,), 0, "raise"))
+    out = compile_with_faults(path, tmp_path / "out", *faults)
+    done = must(shardwright("run", out, "--supervise"))
+    assert "rank 1 on host" in done.stdout and "failed (RuntimeError) after step 5" in done.stdout
+    check_same_losses(out, whole)
+    attempts = status(out)["attempts"]
+    assert [(a["number"], a["cause"], a["rank"]) for a in attempts] == [
+        (1, "rank", 1),
+        (2, "rank", 0),
+        (3, None, None),
+    ]
+    # No step is lost beyond the last save.
+    assert [(a["started_step"], a["ended_step"]) for a in attempts] == [(0, 3), (2, 5), (4, STEPS)]
+    assert [a["seconds_lost"] is not None and a["seconds_lost"] > 0 for a in attempts] == [
+        True,
+        True,
+        False,
+    ]
+    assert all((a["nodes"], a["layout"]) == (1, attempts[0]["layout"]) for a in attempts)
+    assert status(out)["status"] == "done"
+    # It is done: a further start trains nothing.
+    assert "already trained" in must(shardwright("run", out, "--supervise")).stdout
+
+
+def test_a_hang_and_a_preemption(tmp_path: Path, whole: Path) -> None:
+    faults = ((4, (1,), 1, "hang"), (6, (2,), 1, "preempt"))
+    out = compile_with_faults(write_supervised_recipe(CASE, tmp_path), tmp_path / "out", *faults)
+    done = subprocess.run(  # cold: the ranks read the variable when they start
+        [sys.executable, "-m", "shardwright", "run", str(out), "--supervise"],
+        env={**os.environ, "SHARDWRIGHT_STALL_SECONDS": "20"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error[SW6303]: no step for 20 s: rank 1 on" in done.stderr, done.stderr
+    check_same_losses(out, whole)
+    first, second, _ = status(out)["attempts"]
+    assert (first["cause"], first["rank"], first["ended_step"]) == ("hang", 1, 3)
+    # The notice is answered by a checkpoint after the step: nothing is trained twice.
+    assert (second["cause"], second["started_step"], second["ended_step"]) == ("preemption", 2, 6)
+    assert status(out)["attempts"][2]["started_step"] == 6
+    lines = (out / "run" / "attempts.jsonl").read_text()
+    assert "waits in no collective" in lines
+
+
+def test_a_loss_that_is_not_finite_once_and_twice(tmp_path: Path, whole: Path) -> None:
+    """Once it is restarted; at the same step again it ends the run, and the batch is named."""
+    path = write_supervised_recipe(CASE, tmp_path, stop_after_nonfinite=1)
+    out = compile_with_faults(path, tmp_path / "once", (5, (1,), 0, "nan"))
+    must(shardwright("run", out, "--supervise"))
+    check_same_losses(out, whole)
+    assert [a["cause"] for a in status(out)["attempts"]] == ["nonfinite", None]
+
+    out = compile_with_faults(path, tmp_path / "twice", (5, (), 0, "nan"))
+    done = shardwright("run", out, "--supervise")
+    assert done.returncode == 3
+    assert "error[SW6324]" in done.stderr and "by the same cause after step 5" in done.stderr
+    rows = f"step 5 trains rows {4 * CASE.batch}-{5 * CASE.batch - 1} of {tmp_path}/tokens.npy"
+    assert rows in done.stderr, done.stderr
+    assert [a["cause"] for a in status(out)["attempts"]] == ["nonfinite", "nonfinite"]
+
+
+def test_restarts_end(tmp_path: Path) -> None:
+    """Before a first checkpoint, at other steps: `retries` end them; and `on` names the causes."""
+    one = Case(model="llama")
+    path = write_supervised_recipe(one, tmp_path, {"retries": 1})
+    faults = ((2, (1,), 0, "raise"), (1, (2,), 0, "raise"))
+    out = compile_with_faults(path, tmp_path / "out", *faults)
+    done = shardwright("run", out, "--supervise")
+    assert done.returncode == 3 and "1 restart in a row made no newer checkpoint" in done.stderr
+    assert [a["ended_step"] for a in status(out)["attempts"]] == [1, 0]
+
+    path = write_supervised_recipe(one, tmp_path, {"on": ["host"]})
+    out = compile_with_faults(path, tmp_path / "on", (2, (), 0, "raise"))
+    done = shardwright("run", out, "--supervise")
+    assert done.returncode == 3 and "launch.recovery.on does not name `rank`" in done.stderr
+    assert len(status(out)["attempts"]) == 1
+
+
+def test_two_supervisors_and_one_that_is_killed(tmp_path: Path) -> None:
+    path = write_supervised_recipe(CASE, tmp_path, steps=60)
+    faults = tuple((step, (), 0, "slow") for step in range(1, 61))
+    out = compile_with_faults(path, tmp_path / "out", *faults)
+    command = [sys.executable, "-m", "shardwright", "run", str(out), "--supervise"]
+
+    def begin() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def saved() -> int:
+        steps = published_steps(out / "checkpoints")
+        return steps[-1][0] if steps else 0
+
+    first = begin()
+    wait_until(lambda: saved() >= EVERY, "no checkpoint", 120)
+    for arguments in (["run", out, "--supervise"], ["run", out], ["compile", path, "-o", out]):
+        refused = shardwright(*arguments)
+        assert refused.returncode == 1, refused.stderr
+        assert "SW6006" in refused.stderr or "SW5106" in refused.stderr
+    assert "a supervisor of" in shardwright("run", out).stderr
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    before = saved()
+    second = begin()
+    wait_until(lambda: saved() > before + EVERY, "no further checkpoint", 180)
+    # A stop ends the supervisor too.
+    must(shardwright("stop", out))
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 0, errors
+    assert "died without cleaning up; its lock is taken over" in errors
+    assert not (out / "run" / "supervisor.lease").exists()
+    lines = metrics(out)
+    assert [m["step"] for m in lines] == list(range(1, len(lines) + 1))
+    attempts = status(out)["attempts"]
+    assert [a["cause"] for a in attempts] == ["rank", "stopped"]
+    assert attempts[1]["started_step"] >= before
+
+
+def test_a_detached_supervisor_outlives_its_terminal(tmp_path: Path) -> None:
+    path = write_supervised_recipe(CASE, tmp_path)
+    out = compile_with_faults(path, tmp_path / "out", (4, (1,), 1, "kill"))
+    terminal = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "run", str(out), "--supervise", "--detach"],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert terminal.wait(timeout=120) == 0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(terminal.pid, signal.SIGHUP)
+
+    def is_done() -> bool:
+        return (out / "run" / "status.json").exists() and status(out)["status"] == "done"
+
+    wait_until(is_done, "not done", 180)
+    wait_until(lambda: not (out / "run" / "supervisor.lease").exists(), "lease", 30)
+    document = json.loads(must(shardwright("status", out, "--json")).stdout)
+    assert document["status"] == "done" and len(document["attempts"]) == 2

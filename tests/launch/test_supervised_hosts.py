@@ -1,0 +1,113 @@
+"""`run --supervise` over several hosts, each with a network and processes of its own: `make
+test-hosts`. A host is lost, returns, and is replaced by a spare one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardwright.checkpoint.checkpoint_storage import published_steps
+from tests.launch.hosts import Host, hosts, why_not
+from tests.launch.supervised import check_same_losses, status
+from tests.launch.test_hosts import hostfile, start
+from tests.launch.wait_until import wait_until
+from tests.parity.harness import Case, metrics, must, recipe, shardwright, write_inputs
+
+pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+STEPS, EVERY = 240, 20
+THREE = Case(model="gpt2", data=3, nodes=3)
+TWO = Case(model="gpt2", pipeline=2, nodes=2, accumulation=6)
+
+
+def compiled(case: Case, folder: Path, recovery: dict[str, object], steps: int = STEPS) -> Path:
+    write_inputs(case, folder)
+    document = recipe(case, folder)
+    document["training"] |= {"steps": steps}
+    document["checkpoint"] = {"every_steps": EVERY, "keep": 3}
+    document["launch"]["recovery"] = recovery
+    (folder / "recipe.yaml").write_text(json.dumps(document))
+    must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
+    return folder / "out"
+
+
+def uninterrupted(folder: Path) -> Path:
+    """The same recipe on one machine, on as many ranks."""
+    document = json.loads((folder / "recipe.yaml").read_text())
+    cluster = document["cluster"]
+    cluster |= {"gpus_per_node": cluster["nodes"] * cluster["gpus_per_node"], "nodes": 1}
+    document["launch"].pop("recovery")
+    (folder / "whole.yaml").write_text(json.dumps(document))
+    must(shardwright("compile", folder / "whole.yaml", "-o", folder / "whole"))
+    must(shardwright("run", folder / "whole"))
+    return folder / "whole"
+
+
+def reached(out: Path, process: subprocess.Popen[str], step: int, attempt: int = 1) -> None:
+    """Wait until a checkpoint of `step` is there, and the attempt trains beyond it."""
+
+    def trains() -> bool:
+        assert process.poll() is None, process.communicate()
+        saved = published_steps(out / "checkpoints")
+        lines = metrics(out) if (out / "run" / "metrics.jsonl").exists() else []
+        newest = lines[-1] if lines else {"attempt": 0, "step": 0}
+        return (
+            bool(saved)
+            and saved[-1][0] >= step
+            and newest["attempt"] == attempt
+            and newest["step"] > step
+        )
+
+    wait_until(trains, f"step {step} of attempt {attempt}", 240)
+
+
+def test_a_lost_host_is_planned_away_and_taken_back(tmp_path: Path) -> None:
+    with hosts(3, tmp_path / "net") as made:
+        out = compiled(THREE, tmp_path, {"min_nodes": 1})
+        process = start(
+            made[0], "run", out, "--hostfile", hostfile(made, THREE, tmp_path), "--supervise"
+        )
+        reached(out, process, EVERY)
+        made[2].must("ip", "link", "set", "eth0", "down")
+        wait_until(lambda: (out / "run/plans/nodes-2/plan.json").exists(), "no plan", 120)
+        made[2].must("ip", "link", "set", "eth0", "up")
+        told, errors = process.communicate(timeout=400)
+        assert process.returncode == 0, told[-3000:] + errors[-3000:]
+        attempts = status(out)["attempts"]
+        assert [(a["cause"], a["host"], a["nodes"]) for a in attempts] == [
+            ("host", "c", 3),
+            ("return", None, 2),
+            (None, None, 3),
+        ], attempts
+        first, second, third = attempts
+        assert first["ended_step"] - second["started_step"] < EVERY  # no further than the last save
+        assert third["started_step"] == second["ended_step"]
+        assert "data=3" in first["layout"] and "data=2" in second["layout"]
+        assert "planning again for 2 nodes on a, b" in told and "back to 3 nodes" in told
+        check_same_losses(out, uninterrupted(tmp_path))
+
+
+def test_a_dead_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
+    with hosts(3, tmp_path / "net") as made:
+        out = compiled(TWO, tmp_path, {"spares": 1}, steps=80)
+        named: Path = hostfile(made, TWO, tmp_path)
+        process = start(made[0], "run", out, "--hostfile", named, "--supervise")
+        reached(out, process, EVERY)
+        made[1].keeper.kill()
+        told, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, told[-3000:] + errors[-3000:]
+        attempts = status(out)["attempts"]
+        assert [(a["cause"], a["host"], a["nodes"]) for a in attempts] == [
+            ("host", "b", 2),
+            (None, None, 2),
+        ], attempts
+        assert "restarting with another host on a, c" in told
+        _expect_empty(made[2])
+        check_same_losses(out, uninterrupted(tmp_path))
+
+
+def _expect_empty(host: Host) -> None:
+    wait_until(lambda: not host.processes(), f"left on {host.name}")
