@@ -13,15 +13,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.checkpoint_storage import parse_step, published_steps
+from shardwright.checkpoint.checkpoint_storage import parse_step, published_steps, step_name
 from shardwright.checkpoint.resume_checkpoint import checkpoint_root
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.launch.launcher_process import Supervision, run_folder
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.launch.preflight_checks import missing_hostfile
-from shardwright.monitor.attempt_records import ATTEMPTS_FILE, end_cause, read_attempts
+from shardwright.monitor.attempt_records import (
+    ATTEMPTS_FILE,
+    end_cause,
+    read_attempts,
+    read_step_times,
+)
 from shardwright.monitor.rank_events import RunStalled, read_events
-from shardwright.monitor.run_files import read_attempt_record, read_json, refresh_attempts
+from shardwright.monitor.run_files import (
+    read_attempt_record,
+    read_json,
+    read_status,
+    refresh_attempts,
+)
 from shardwright.plan.folder_paths import HOSTFILE, SPARE_HOSTS
 from shardwright.plan.hostfile import read_hostfile
 from shardwright.plan.plan import Plan, load_plan
@@ -149,7 +159,7 @@ class _Supervisor:
 
     def _next(self, attempt: dict[str, Any], ran: Decision, code: int) -> Decision:
         """Classify how the attempt ended, decide what follows, and write both down."""
-        start, end = attempt["start"] or {}, attempt["end"] or {}
+        start, end = attempt["start"] or {}, attempt["end"] or self._unwritten_end()
         began = time.monotonic()
         reached: dict[str, str] | None = None
         lost: list[str] = []
@@ -199,6 +209,24 @@ class _Supervisor:
             if tries > 1:
                 self.stop_requested.wait(min(MAX_DELAY_SECONDS, 2.0**tries))
         return decision
+
+    def _unwritten_end(self) -> dict[str, Any]:
+        """Return the end of an attempt whose line a full disk did not take, from run/status.json,
+        which is written in place then."""
+        status = read_status(self.folder)
+        steps, saved = read_step_times(self.folder), self._newest_checkpoint()
+        number = read_attempt_record(self.folder).number or 0
+        return {
+            "outcome": status.status
+            if status.status in ("done", "preempted", "failed")
+            else "lost",
+            "code": status.code,
+            "cause": status.cause,
+            "rank": status.rank,
+            "host": status.host,
+            "step": steps[number].last_step if number in steps else None,
+            "checkpoint": step_name(saved) if saved else None,
+        }
 
     # The hosts.
 
