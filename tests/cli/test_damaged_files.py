@@ -70,8 +70,18 @@ def write_run(out: Path) -> None:
     more = {"tokens_per_second": 512.0, "noise_scale": noise, "attempt": 1}
     write_lines(
         run / "metrics.jsonl",
-        [{"step": s, "loss": 5.0 - s / 10, **step, **more} for s in range(1, 21)],
+        [{"step": s, "loss": 5.0 - s / 10, **step, "time": 9.0 + s, **more} for s in range(1, 21)],
     )
+    start = {"event": "start", "time": 8.0, "step": 0, "nodes": 1, "layout": "data=2"}
+    end = {"event": "end", "outcome": "failed", "code": "SW6301", "rank": 1, "step": 9}
+    times = {"first_step_time": 9.5, "last_step_time": 20.0, "checkpoint": "step-00000008"}
+    recovery = {"event": "recovery", "cause": "host", "host": "b", "action": "fewer"}
+    begun_again = {**start, "time": 25.0, "step": 8, "discarded_seconds": 0.5}
+    lines = [
+        *({**start, "attempt": 1}, {**end, **times, "attempt": 1}),
+        *({**recovery, "hosts": ["a"], "attempt": 1}, {**begun_again, "attempt": 2}),
+    ]
+    write_lines(run / "attempts.jsonl", lines)
     evaluation = {"loss": 4.0, "perplexity": 54.6, "tokens": 100, "seconds": 0.1, "attempt": 1}
     write_lines(run / "evaluation.jsonl", [{"step": s, **evaluation} for s in (10, 20)])
     save = {"seconds": 0.5, "bytes": 2000, "node_bytes": 1000, "attempt": 1}
@@ -115,6 +125,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def look(out: Path, rng: random.Random) -> list[Words]:
     """`status`, and another command that reads what a run has written."""
     quick: list[Words] = [["explain", out], ["explain", out, "--json"], ["run", out], ["stop", out]]
+    quick += [["autopsy", out], ["autopsy", out, "--json"]]
     more: Words = rng.choice(quick) if rng.random() < 0.9 else report_of(out)
     return [["status", out], ["status", out, "--json"], more]
 
@@ -125,7 +136,7 @@ def report_of(out: Path) -> Words:
 
 RUN_FILES = {"status.json": 1, "metrics.jsonl": 1, "attempt.json": 2, "saves.jsonl": 4}
 """File of run/ -> what share of all damages it gets: 1, a half, a fourth."""
-RUN_FILES |= {"evaluation.jsonl": 4, "summary.json": 4}
+RUN_FILES |= {"evaluation.jsonl": 4, "summary.json": 4, "attempts.jsonl": 2}
 
 
 @pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.prove)])

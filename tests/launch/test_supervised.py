@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from tests.parity.harness import Case, metrics, must, shardwright
 pytestmark = pytest.mark.launch
 
 CASE = Case(model="llama", data=2)
+ON_A_SMALL_DISK = Path(__file__).resolve().parents[1] / "faults" / "on_a_small_disk.py"
+PAGE = 4096
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +121,60 @@ def test_restarts_end(tmp_path: Path) -> None:
     done = shardwright("run", out, "--supervise")
     assert done.returncode == 3 and "launch.recovery.on does not name `rank`" in done.stderr
     assert len(status(out)["attempts"]) == 1
+
+
+def test_a_full_disk_is_not_restarted(tmp_path: Path) -> None:
+    """It ends the run at once; once there is room, the same command goes on."""
+    case = Case(model="llama", pretrained=True)  # random weights would pass through run/
+    path = write_supervised_recipe(case, tmp_path, steps=200)
+    out = compile_with_faults(path, tmp_path / "out")
+    must(shardwright("compile", path, "-o", out, "--set", "checkpoint.every_steps=200"))
+    small, large = str(16 * PAGE), str(2**24)
+    command = [sys.executable, "-m", "shardwright", "run", str(out), "--supervise"]
+    done = subprocess.run(
+        [sys.executable, ON_A_SMALL_DISK, out / "run", small, large, *command],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("no mounts of its own")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["first"], found["second"]) == (3, 0), done.stderr[-3000:]
+    assert done.stderr.count("error[SW6323]") == 1, done.stderr
+    assert "error[SW6324]" in done.stderr and "would fill the disk again" in done.stderr
+
+
+CHAOS_FAULTS, CHAOS_SEED = 30, 5
+
+
+@pytest.mark.prove
+def test_thirty_random_faults_in_one_run(tmp_path: Path) -> None:
+    """Each attempt ends at a random step: a rank is killed, raises, or is told to stop."""
+    choice, faults, expected = random.Random(CHAOS_SEED), [], []
+    start = before = 0
+    for attempt in range(1, CHAOS_FAULTS + 1):
+        # Never twice in a row at one step, which ends a run.
+        at = choice.choice([s for s in range(start + 1, start + 5) if s - 1 != before])
+        act = choice.choice(("kill", "raise", "preempt"))
+        faults.append((at, (attempt,), choice.randrange(CASE.world), act))
+        ended = at if act == "preempt" else at - 1
+        expected.append((attempt, "preemption" if act == "preempt" else "rank", start, ended))
+        start = ended if act == "preempt" else max(start, ended // EVERY * EVERY)
+        before = ended
+    steps = start + EVERY
+    path = write_supervised_recipe(CASE, tmp_path, {"retries": CHAOS_FAULTS}, steps=steps)
+    whole = compile_with_faults(path, tmp_path / "whole")
+    must(shardwright("run", whole))
+    out = compile_with_faults(path, tmp_path / "out", *faults)
+    must(shardwright("run", out, "--supervise", timeout=3000))
+    check_same_losses(out, whole)
+    *ended_early, last = status(out)["attempts"]
+    found = [(a["number"], a["cause"], a["started_step"], a["ended_step"]) for a in ended_early]
+    assert found == expected
+    assert (last["cause"], last["ended_step"]) == (None, steps)
+    # From the last step that counts to the next one: repeated steps, noticing, and starting again.
+    print(f"seconds lost by a fault: {max(a['seconds_lost'] for a in ended_early):.1f} at most")
 
 
 def test_two_supervisors_and_one_that_is_killed(tmp_path: Path) -> None:

@@ -109,5 +109,29 @@ def test_a_dead_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
         check_same_losses(out, uninterrupted(tmp_path))
 
 
+def test_a_stopped_rank_on_another_host_is_killed(tmp_path: Path) -> None:
+    """It answers nothing: named by its host, killed by its number, and the run goes on."""
+    with hosts(2, tmp_path / "net") as made:
+        out = compiled(TWO, tmp_path, {}, steps=80)
+        document = json.loads((tmp_path / "recipe.yaml").read_text())
+        document["launch"]["env"] = {"SHARDWRIGHT_STALL_SECONDS": "20"}
+        (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+        must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
+        named: Path = hostfile(made, TWO, tmp_path)
+        process = start(made[0], "run", out, "--hostfile", named, "--supervise")
+        reached(out, process, EVERY)
+        pid = json.loads((out / "run" / "ranks" / "rank-00001.json").read_text())["pid"]
+        made[1].must("kill", "-STOP", pid)
+        told, errors = process.communicate(timeout=400)
+        assert process.returncode == 0, told[-3000:] + errors[-3000:]
+        first, second = status(out)["attempts"]
+        assert (first["cause"], first["rank"], first["host"]) == ("hang", 1, "b")
+        assert second["cause"] is None and "the run hung at rank 1 on host b" in told
+        assert made[1].run("kill", "-0", pid).returncode != 0
+        for host in made:
+            _expect_empty(host)
+        check_same_losses(out, uninterrupted(tmp_path))
+
+
 def _expect_empty(host: Host) -> None:
     wait_until(lambda: not host.processes(), f"left on {host.name}")

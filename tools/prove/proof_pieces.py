@@ -385,6 +385,10 @@ PIECES: dict[str, Piece] = {
         source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py"),
         areas=("faults",),
     ),
+    "recovery": Piece(
+        tests=("tests/launch/test_supervised.py",),
+        source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
+    ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), source_paths=("layout",)),
     "hosts": Piece(
         tests=("tests/launch/test_hosts.py",), source_paths=LAUNCH, areas=("hosts",), hosts=True

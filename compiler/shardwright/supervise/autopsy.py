@@ -160,6 +160,8 @@ def _waits_in_stacks(place: Path) -> list[tuple[int, str]]:
     """Return what each rank's main thread waited for, from the stacks of a stall."""
     found = []
     for path in sorted((place / "ranks").glob("rank-*.stack")):
+        if not (rank := path.stem.removeprefix("rank-")).isdecimal():
+            continue
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -172,9 +174,7 @@ def _waits_in_stacks(place: Path) -> list[tuple[int, str]]:
         if at is not None:
             verb = "waits in" if inside else "is in"
             where = f"{Path(at['file']).name}:{at['line']}"
-            found.append(
-                (int(path.stem.removeprefix("rank-")), f"{verb} {at['function']} ({where})")
-            )
+            found.append((int(rank), f"{verb} {at['function']} ({where})"))
     return found
 
 
