@@ -226,6 +226,11 @@ def test_a_detached_supervisor_outlives_its_terminal(tmp_path: Path) -> None:
     assert terminal.wait(timeout=120) == 0
     with pytest.raises(ProcessLookupError):
         os.killpg(terminal.pid, signal.SIGHUP)
+    following = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "logs", str(out), "-f"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
     def is_done() -> bool:
         return (out / "run" / "status.json").exists() and status(out)["status"] == "done"
@@ -234,3 +239,8 @@ def test_a_detached_supervisor_outlives_its_terminal(tmp_path: Path) -> None:
     wait_until(lambda: not (out / "run" / "supervisor.lease").exists(), "lease", 30)
     document = json.loads(must(shardwright("status", out, "--json")).stdout)
     assert document["status"] == "done" and len(document["attempts"]) == 2
+    # `logs -f` goes on from one attempt's file to the next one's.
+    shown, _ = following.communicate(timeout=60)
+    steps = [line for line in shown.splitlines() if '"attempt": ' in line]
+    assert '"attempt": 1' in steps[0] and '"attempt": 2' in steps[-1]
+    assert f'"step": {STEPS},' in steps[-1]

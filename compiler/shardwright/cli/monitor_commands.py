@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwright.cli.command_options import add_folder, add_island, add_json, island_folder
 from shardwright.cli.terminal import labelled_lines, shell_quoted
@@ -307,11 +308,18 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
 def run_logs(args: argparse.Namespace) -> int:
     from shardwright.launch.run_state import is_alive, read_state
     from shardwright.plan.plan import load_plan
+    from shardwright.train.run_attempt import supervisor_owner
 
     folder = island_folder(args)
     plan = load_plan(folder)
     path = log_path(plan, folder, args.rank)
-    if not path.exists() and not (args.follow and is_alive(folder)):
+
+    def runs() -> bool:
+        if supervisor_owner(folder) is not None:  # also between two attempts
+            return True
+        return is_alive(folder) and not read_state(plan, folder).is_final
+
+    if not path.exists() and not (args.follow and runs()):
         where = ""
         if args.rank:
             line = plan.ranks[args.rank].node + 1
@@ -324,21 +332,30 @@ def run_logs(args: argparse.Namespace) -> int:
             f"there is no {str(path)!r}",
             f"It is written once the run has started.{where}",
         )
-    while args.follow and not path.exists() and is_alive(folder):
-        time.sleep(POLL_SECONDS)
-    if not path.exists():
-        return 0
-    with path.open(errors="replace") as file:
-        while True:
-            # Asked before the last read: nothing that comes after it is missed.
-            alive = args.follow and is_alive(folder) and not read_state(plan, folder).is_final
-            for text in file:
-                print(text, end="", flush=True)
-            if not alive:
-                return 0
+    while True:
+        while args.follow and not path.exists() and runs():
             time.sleep(POLL_SECONDS)
-            if path.exists() and path.stat().st_size < file.tell():  # a new attempt's file
-                file.seek(0)
+        if not path.exists():
+            return 0
+        with path.open(errors="replace") as file:
+            is_current = True
+            while is_current:
+                # Asked before the last read: nothing that comes after it is missed.
+                follows = args.follow and runs()
+                is_current = _is_same_file(path, file)
+                for text in file:
+                    print(text, end="", flush=True)
+                if not follows:
+                    return 0
+                time.sleep(POLL_SECONDS)
+
+
+def _is_same_file(path: Path, file: TextIO) -> bool:
+    """Return whether the open file is still the one at `path`: the next attempt moves it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except OSError:
+        return False
 
 
 def log_path(plan: Plan, folder: Path, rank: int | None) -> Path:

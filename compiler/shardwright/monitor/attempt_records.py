@@ -102,12 +102,12 @@ class _TimedLine(StepLine):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """Hold what run/metrics.jsonl tells of one attempt: when its first step began and its last one
-    ended (Unix seconds; None in files of an earlier version)."""
+    ended (Unix seconds; None in files of an earlier version), and the seconds of its steps."""
 
-    first_step: int
     last_step: int
     began: float | None
     ended: float | None
+    seconds: float
 
 
 def read_step_times(folder: Path) -> dict[int, StepTimes]:
@@ -119,10 +119,10 @@ def read_step_times(folder: Path) -> dict[int, StepTimes]:
         known = found.get(number)
         began = None if ended is None else ended - line["step_seconds"]
         found[number] = StepTimes(
-            first_step=known.first_step if known else line["step"],
             last_step=line["step"],
             began=known.began if known else began,
             ended=ended,
+            seconds=(known.seconds if known else 0.0) + float(line["step_seconds"]),
         )
     return found
 
@@ -130,8 +130,9 @@ def read_step_times(folder: Path) -> dict[int, StepTimes]:
 def discarded_seconds(folder: Path, step: int) -> float:
     """Return the seconds of the steps in run/metrics.jsonl beyond `step`, which an attempt that
     resumes there trains again."""
-    lines = read_json_lines(folder / METRICS_FILE, _TimedLine)
-    return sum(float(line["step_seconds"]) for line in lines if line["step"] > step)
+    lines = read_json_lines(folder / METRICS_FILE, _TimedLine, newest_first=True)
+    beyond = itertools.takewhile(lambda line: line["step"] > step, lines)
+    return sum(float(line["step_seconds"]) for line in beyond)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,12 @@ class AttemptSummary:
 
 def attempt_summaries(folder: Path) -> list[AttemptSummary]:
     """Return the attempts of a compiled folder's run, oldest first."""
-    attempts, times = read_attempts(folder), read_step_times(folder)
+    return _summaries(read_attempts(folder), read_step_times(folder))
+
+
+def _summaries(
+    attempts: Sequence[Mapping[str, Any]], times: Mapping[int, StepTimes]
+) -> list[AttemptSummary]:
     found = []
     for each, following in itertools.zip_longest(attempts, attempts[1:]):
         start, end, recovery = (each[key] or {} for key in ("start", "end", "recovery"))
@@ -211,35 +217,63 @@ class RunCost:
     """Hold what the attempts of a run cost.
 
     seconds_lost: by cause, those with most first
+    parts: the same seconds by what they were spent on: noticing that an attempt had failed,
+        deciding what follows (planning again included), starting the next one, and repeating steps
     goodput: share of the time from the first attempt's start to the last step that trained steps
         which still count; None before the first step
     """
 
     restarts: int
     seconds_lost: Mapping[str, float]
+    parts: Mapping[str, float]
     goodput: float | None
 
 
 def run_cost(folder: Path) -> RunCost:
     """Return the cost of a compiled folder's run, from its files."""
-    summaries = attempt_summaries(folder)
+    attempts, times = read_attempts(folder), read_step_times(folder)
+    summaries = _summaries(attempts, times)
     lost: dict[str, float] = {}
     for each in summaries:
         if each.seconds_lost is not None:
             cause = each.cause or "restart"
             lost[cause] = round(lost.get(cause, 0.0) + each.seconds_lost, 3)
-    starts = [each["start"].get("time") for each in read_attempts(folder) if each["start"]]
-    trained = last = 0.0
-    for line in read_json_lines(folder / METRICS_FILE, _TimedLine):
-        trained += float(line["step_seconds"])
-        time = line.get("time")
-        last = float(time) if isinstance(time, int | float) else 0.0
-    elapsed = last - starts[0] if starts and isinstance(starts[0], int | float) and last else 0.0
+    starts = [each["start"].get("time") for each in attempts if each["start"]]
+    trained = sum(each.seconds for each in times.values())
+    last = max((each.ended or 0.0 for each in times.values()), default=0.0)
+    elapsed = last - starts[0] if starts and starts[0] is not None and last else 0.0
     return RunCost(
         restarts=max(0, len(summaries) - 1),
         seconds_lost=dict(sorted(lost.items(), key=lambda item: -item[1])),
+        parts=_parts(attempts, times),
         goodput=min(1.0, trained / elapsed) if elapsed > 0 else None,
     )
+
+
+def _parts(
+    attempts: Sequence[Mapping[str, Any]], times: Mapping[int, StepTimes]
+) -> dict[str, float]:
+    """Return the seconds that each part of the restarts took; those with unknown times are left
+    out."""
+    found = dict.fromkeys(("noticing", "deciding", "starting", "repeating"), 0.0)
+    for each, following in itertools.pairwise(attempts):
+        trained = _time(each, "last_step_time", times)
+        moments = {
+            # An attempt without a step was starting until it ended.
+            "noticing" if trained else "starting": (
+                trained or (each["start"] or {}).get("time"),
+                (each["end"] or {}).get("time"),
+            ),
+            "deciding": ((each["end"] or {}).get("time"), (following["start"] or {}).get("time")),
+        }
+        spans = list(moments.items())
+        if (first := _time(following, "first_step_time", times)) is not None:
+            spans.append(("starting", ((following["start"] or {}).get("time"), first)))
+        for part, (since, until) in spans:
+            if since is not None and until is not None:
+                found[part] += max(0.0, until - since)
+        found["repeating"] += (following["start"] or {}).get("discarded_seconds") or 0.0
+    return {part: round(seconds, 3) for part, seconds in found.items()}
 
 
 def attempts_json(folder: Path) -> list[JsonValue]:

@@ -236,6 +236,9 @@ def autopsy_text(report: Autopsy) -> str:
     if report.tried:
         parts.append(("what was tried", list(report.tried[-MAX_ATTEMPTS:])))
     parts.append(("what it cost", [cost_text(report.cost, report.repeated_steps)]))
+    if report.cost.restarts:
+        spent = ", ".join(f"{part} {format_number(s)} s" for part, s in report.cost.parts.items())
+        parts[-1][1].append(f"of it {spent}")
     if report.advice:
         parts.append(("what to do", list(report.advice)))
     return "\n".join(

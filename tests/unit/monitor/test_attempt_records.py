@@ -59,10 +59,10 @@ def write_run(folder: Path) -> None:
     end = {**FAILED, "event": "end", "step": 5, "rank": 1, "host": "b"}
     events: list[dict[str, Any]] = [
         {"event": "start", "attempt": 1, "time": 95.0, "step": 0, **own},
-        {**end, "attempt": 1, "first_step_time": 100.0, "last_step_time": 105.0},
+        {**end, "attempt": 1, "time": 112.0, "first_step_time": 100.0, "last_step_time": 105.0},
         {"event": "recovery", "attempt": 1, "cause": "host", "host": "b", "action": "fewer"},
         {"event": "start", "attempt": 2, "time": 115.0, "step": 4, "discarded_seconds": 1.0, **own},
-        {**end, "attempt": 2, "step": 4},
+        {**end, "attempt": 2, "time": 128.0, "step": 4},
         {"event": "start", "attempt": 3, "time": 130.0, "step": 4, "layout": "data=2", "nodes": 2},
     ]
     (run / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
@@ -90,6 +90,9 @@ def test_summaries_and_costs(tmp_path: Path) -> None:
     cost = run_cost(tmp_path)
     assert cost.restarts == 2 and cost.seconds_lost == {"rank": 18.0, "host": 11.0}
     assert cost.goodput == pytest.approx(6 / 40)
+    # 7 s until attempt 1 was ended; attempt 2 started for 13 s, attempt 3 for 3 s.
+    assert cost.parts == {"noticing": 7.0, "deciding": 5.0, "starting": 16.0, "repeating": 1.0}
+    assert sum(cost.parts.values()) == sum(cost.seconds_lost.values())
     assert discarded_seconds(tmp_path, 4) == 2.0
 
 
