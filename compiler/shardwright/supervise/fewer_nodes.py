@@ -15,6 +15,7 @@ from shardwright.compile.compiled_folder import RESOLVED_RECIPE
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.engines.engine_table import engine_of, recipe_for_engine
 from shardwright.layout.gpu_cluster import resolve_cluster
+from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph_json import read_graph
 from shardwright.plan.folder_paths import MODEL_DIRECTORY, SETUP_SCRIPT
@@ -35,11 +36,12 @@ _KEPT = ("zero_stage", "offload", "activation_checkpointing", "memory_headroom",
 class FewerNodes:
     """Plans of a compiled folder for fewer nodes, each made once.
 
-    refusals: why there is none, by the number of nodes
+    estimates: the layouts, by the number of nodes; refusals: why there is none
     """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
+        self.estimates: dict[int, Estimate] = {}
         self.refusals: dict[int, tuple[Diagnostic, ...]] = {}
         self._recipes: dict[int, Path] = {}
 
@@ -50,7 +52,7 @@ class FewerNodes:
             for parallelism in self._parallelism_choices():
                 path = self._write_recipe(nodes, parallelism)
                 try:
-                    self._choose_layout(path)
+                    self.estimates[nodes] = self._choose_layout(path)
                 except Refusal as refused:
                     errors = errors or refused.diagnostics
                     continue
@@ -152,7 +154,7 @@ class FewerNodes:
             found["images"] = {**found["images"], "folder": data.images.folder}
         return found
 
-    def _choose_layout(self, path: Path) -> None:
+    def _choose_layout(self, path: Path) -> Estimate:
         """Search the recipe's layouts. Raises Refusal."""
         recipe = load_recipe(path)
         recipe = with_resolved_kernels(
@@ -160,7 +162,8 @@ class FewerNodes:
         )
         cluster = resolve_cluster(recipe.cluster)
         cluster.verify()
-        choose_layout(Problem(recipe=recipe, graph=read_graph(self.folder), cluster=cluster))
+        problem = Problem(recipe=recipe, graph=read_graph(self.folder), cluster=cluster)
+        return choose_layout(problem)
 
     def _link(self, target: Path) -> None:
         """Let the plan's run/ and checkpoint folder be the run's own."""

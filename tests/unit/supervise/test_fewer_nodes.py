@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from shardwright.cli import main as cli
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.supervise.fewer_nodes import FewerNodes, unplannable_text
+from tests.parity.harness import Case, recipe, write_inputs
 
 THREE = {
     "cluster.nodes": 3,
@@ -94,3 +96,55 @@ def test_a_batch_that_does_not_divide_is_told(compile_folder: Callable[..., Path
     text = unplannable_text(2, fewer.refusals[2])
     assert text.startswith("the run cannot be planned again for 2 nodes: SW"), text
     assert fewer.can_plan(1)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"data": 4},
+    "zero2": {"data": 4, "zero_stage": 2},
+    "zero3": {"data": 4, "zero_stage": 3},
+    "pipeline": {"pipeline": 4},
+    "tensor-data": {"tensor": 2, "data": 4},
+    "tensor-context": {"tensor": 2, "context": 2, "data": 2},
+    "pipeline-data": {"pipeline": 2, "data": 2},
+    "pipeline-tensor": {"pipeline": 4, "tensor": 2},
+    "context": {"context": 2, "data": 2},
+    "context-zero3": {"context": 2, "data": 2, "zero_stage": 3},
+    "expert": {"expert": 2, "data": 4},
+    "expert-tensor": {"expert": 2, "data": 4, "tensor": 2},
+    "expert-zero3": {"expert": 4, "data": 4, "zero_stage": 3},
+    "expert-context": {"expert": 2, "context": 2, "data": 2},
+}
+
+
+MEGATRON = ("data", "pipeline-tensor", "tensor-context", "expert")
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [*(("deepspeed", name) for name in LAYOUTS), *(("megatron", name) for name in MEGATRON)],
+)
+def test_every_kind_of_layout_is_planned_again(target: str, name: str, tmp_path: Path) -> None:
+    """Four nodes, then three and two: the same global batch, whatever was pinned."""
+    keys = LAYOUTS[name]
+    case = Case(
+        model="mixtral" if "expert" in keys else "llama",
+        nodes=4,
+        micro=1,
+        accumulation=12 // keys.get("data", 1),
+        target=target,
+        **keys,
+    )
+    write_inputs(case, tmp_path)
+    document = recipe(case, tmp_path)
+    document["launch"]["recovery"] = {"min_nodes": 1}
+    document["checkpoint"] = {"every_steps": 2}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    out = tmp_path / "out"
+    assert cli.main(["compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]) == 0
+    fewer = FewerNodes(load_plan(out), out)
+    assert {nodes: fewer.can_plan(nodes) for nodes in (3, 2, 1)} == dict.fromkeys((3, 2, 1), True)
+    estimates = {nodes: fewer.estimates[nodes] for nodes in (3, 2, 1)}
+    for nodes, estimate in estimates.items():
+        s = estimate.strategy
+        assert s.world_size == nodes * case.world // 4
+        assert s.micro_batch_size * s.gradient_accumulation_steps * s.data == case.batch
