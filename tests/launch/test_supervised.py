@@ -47,6 +47,8 @@ def test_a_killed_rank_and_one_that_raises(tmp_path: Path, whole: Path) -> None:
     out = compile_with_faults(path, tmp_path / "out", *faults)
     done = must(shardwright("run", out, "--supervise"))
     assert "rank 1 on host" in done.stdout and "failed (RuntimeError) after step 5" in done.stdout
+    # The supervisor knows that the ranks have ended: no lease of theirs is waited for.
+    assert "died without cleaning up" not in done.stderr
     check_same_losses(out, whole)
     attempts = status(out)["attempts"]
     assert [(a["number"], a["cause"], a["rank"]) for a in attempts] == [

@@ -169,10 +169,12 @@ class Supervision:
 
     ends_on_stall: end an attempt that has stalled
     stop_requested: set where this process is asked to stop
+    ended_ranks: token of the lease that the last attempt's ranks left, where they have ended
     """
 
     ends_on_stall: bool
     stop_requested: threading.Event
+    ended_ranks: str | None = None
 
 
 def run_folder(
@@ -191,7 +193,8 @@ def run_folder(
     plan = _prepare_data(plan, folder)
     if LAUNCHERS[plan.launch.launcher].submits:
         return submit(plan, folder, resume)
-    with _lock(folder) as lock, hold_run_lease(plan, folder) as lease:
+    ended_ranks = None if supervision is None else supervision.ended_ranks
+    with _lock(folder) as lock, hold_run_lease(plan, folder, ended_ranks) as lease:
         chosen = choose_checkpoint(plan, folder, resume)
         print_resume_notes(chosen)
         if chosen is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -47,10 +48,10 @@ from shardwright.supervise.recovery_decision import (
     is_same_failure,
     restarts_without_progress,
 )
-from shardwright.train.run_attempt import SUPERVISOR_STOP, hold_supervisor_lease
+from shardwright.train.run_attempt import RANKS, SUPERVISOR_STOP, hold_supervisor_lease
 from shardwright.utils.file_io import read_regular_text_file, write_atomically
 from shardwright.utils.json_lines import append_line
-from shardwright.utils.run_lease import is_locked_by_run
+from shardwright.utils.run_lease import is_locked_by_run, lease_owner
 
 ORPHAN_SECONDS = 90.0
 """Limits the wait for the ranks of a supervisor that was killed; they end themselves."""
@@ -112,6 +113,7 @@ class _Supervisor:
         self.history: list[EndedAttempt] = []
         self.stop_requested = threading.Event()
         self.returned = threading.Event()
+        self.ended_ranks: str | None = None
 
     def run(self) -> int:
         with self._signals():
@@ -151,7 +153,9 @@ class _Supervisor:
                 self._write_hostfile(decision),
                 self.resume,
                 Supervision(
-                    ends_on_stall="hang" in self.policy.on, stop_requested=self.stop_requested
+                    ends_on_stall="hang" in self.policy.on,
+                    stop_requested=self.stop_requested,
+                    ended_ranks=self.ended_ranks,
                 ),
             )
         finally:
@@ -166,6 +170,7 @@ class _Supervisor:
         if self.hosts is not None and end.get("outcome") != "done":
             reached = self._reach()
             lost = [host for host in ran.hosts if host not in reached]
+        self.ended_ranks = self._lease_of_ended_ranks(lost)
         own_stop = self.returned.is_set()  # run/stop is the supervisor's
         stopped = self._is_stopped() or (bool(end.get("stop_requested")) and not own_stop)
         cause = end_cause({**end, "stop_requested": stopped}, lost)
@@ -227,6 +232,15 @@ class _Supervisor:
             "step": steps[number].last_step if number in steps else None,
             "checkpoint": step_name(saved) if saved else None,
         }
+
+    def _lease_of_ended_ranks(self, lost: list[str]) -> str | None:
+        """Return the token of the lease that the attempt's rank 0 left. Its launcher has ended, and
+        so have the ranks of hosts that answer; a lost host may still run rank 0."""
+        owner = lease_owner(self.folder / "run" / "lease")
+        if owner is None or owner.role != RANKS or self.names.get(owner.host) in lost:
+            return None
+        is_known = self.hosts is None or owner.host in self.names
+        return owner.token if is_known else None
 
     # The hosts.
 
@@ -408,6 +422,12 @@ def _read_hosts(
     Refusal."""
     if not LAUNCHERS[plan.launch.launcher].uses_hostfile:
         return None
+    if shutil.which("ssh") is None:
+        raise refusal(
+            "SW5301",
+            "--supervise asks hosts over ssh, and this machine has no `ssh` command",
+            "Install an ssh client (openssh-client).",
+        )
     path = hostfile or folder / HOSTFILE
     try:
         text = read_regular_text_file(path)

@@ -63,10 +63,13 @@ def new_run_lease(plan: Plan, folder: Path, role: str) -> Lease:
 
 
 @contextlib.contextmanager
-def hold_run_lease(plan: Plan, folder: Path) -> Iterator[Lease]:
-    """Hold the lease until rank 0 has taken it over. Raises Refusal."""
+def hold_run_lease(plan: Plan, folder: Path, ended_ranks: str | None = None) -> Iterator[Lease]:
+    """Hold the lease until rank 0 has taken it over. Raises Refusal.
+
+    ended_ranks: token of a lease whose ranks are known to have ended
+    """
     lease = new_run_lease(plan, folder, RUN)
-    take(lease, folder)
+    take(lease, folder, ended_ranks)
     try:
         yield lease
     finally:

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from shardwright.monitor.run_files import (
     write_attempt_record,
 )
 from shardwright.supervise import supervisor
-from shardwright.train.run_attempt import SUPERVISOR_STOP
+from shardwright.train.run_attempt import RANKS, SUPERVISOR_STOP
 from shardwright.utils.json_lines import append_line
+from shardwright.utils.run_lease import current_process_owner
 
 LOST = {"outcome": "failed", "code": "SW6301", "cause": "lost without an error message: x"}
 DONE = {"outcome": "done", "step": 10}
@@ -35,12 +37,14 @@ class Attempts:
     def __init__(self, *ends: dict[str, Any]) -> None:
         self.ends: Iterator[dict[str, Any]] = iter(ends)
         self.calls: list[tuple[str, str, str]] = []
+        self.ended_ranks: list[str | None] = []
 
     def run(
         self, folder: Path, hostfile: Path | None, resume: str, supervision: Supervision
     ) -> int:
         named = "" if hostfile is None else hostfile.read_text().replace(" slots=2\n", " ").strip()
         self.calls.append((folder.name, named, resume))
+        self.ended_ranks.append(supervision.ended_ranks)
         number = (read_attempt_record(folder).number or 0) + 1
         write_attempt_record(folder, AttemptRecord(number=number))
         lines = folder / "run" / "attempts.jsonl"
@@ -159,6 +163,24 @@ def test_requests_to_stop_end_it(
     assert code == 0 and len(attempts.calls) == 1
     # A notice to a rank restarts it.
     assert len(supervised(["ab"], preempted, DONE)[1].calls) == 2
+
+
+def test_the_lease_of_ended_ranks_is_not_waited_for(
+    out: Path, supervised: Callable[..., tuple[int, Attempts]]
+) -> None:
+    """Of rank 0 on a host that answers; a host that does not may still run it."""
+
+    def leave_lease(host: str) -> Callable[[Supervision], None]:
+        def leave(_: Supervision) -> None:
+            owner = replace(current_process_owner(RANKS, out), host=host, token=f"of {host}")
+            (out / "run" / "lease").write_text(json.dumps(asdict(owner)))
+
+        return leave
+
+    end = {**LOST, "rank": 2, "step": 3}
+    ends = ({**end, "then": leave_lease("a")}, {**end, "step": 5, "then": leave_lease("b")}, DONE)
+    _, attempts = supervised(["ab", "ab", "a"], *ends)
+    assert attempts.ended_ranks == [None, "of a", None]
 
 
 def test_a_full_disk_is_known_without_the_line(
