@@ -250,20 +250,13 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
 
 
 def read_hostfile(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
-    """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's
-    cluster."""
-    from shardwright.launch.preflight_checks import missing_hostfile
-    from shardwright.plan.hostfile import read_hostfile as hostfile_slots
-    from shardwright.utils.file_io import read_regular_text_file
+    """Return the hosts of a run, and the spare ones. Raises Refusal where the hostfile is missing,
+    cannot be read, or is not the plan's cluster."""
+    from shardwright.launch.preflight_checks import read_hosts_and_spares
 
     if plan.nodes == 1:
         return ["localhost"]
-    path = hostfile or folder / "launch" / "hostfile"
-    try:
-        text = read_regular_text_file(path)
-    except (OSError, UnicodeDecodeError):
-        raise Refusal(missing_hostfile(plan)) from None
-    return [host.name for host in hostfile_slots(str(path), text, plan.nodes, plan.gpus_per_node)]
+    return [host.name for host in read_hosts_and_spares(plan, folder, hostfile)]
 
 
 def check_has_errors(check: HostCheck) -> bool:

@@ -16,7 +16,8 @@ from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.engine_table import engine_of
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.layout.formats import FORMATS
-from shardwright.plan.hostfile import SHELL_SAFE, read_hostfile
+from shardwright.plan.folder_paths import HOSTFILE, SPARE_HOSTS
+from shardwright.plan.hostfile import SHELL_SAFE, Host, read_hostfile
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.train.experiment_trackers import missing_trackers
@@ -246,6 +247,20 @@ def hostfile_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator
             "every host."
         )
         yield found("SW6005", None, message, help)
+
+
+def read_hosts_and_spares(plan: Plan, folder: Path, hostfile: Path | None) -> tuple[Host, ...]:
+    """Return the hosts of a run, in the plan's order, and the spare ones of `launch.recovery` after
+    them. Raises Refusal."""
+    recovery, path = plan.launch.recovery, hostfile or folder / HOSTFILE
+    try:
+        text = read_regular_text_file(path)
+        if hostfile is None and (folder / SPARE_HOSTS).is_file():
+            text += read_regular_text_file(folder / SPARE_HOSTS)
+    except (OSError, UnicodeDecodeError):
+        raise Refusal(missing_hostfile(plan)) from None
+    spares = 0 if recovery is None else recovery.spares
+    return read_hostfile(str(path), text, plan.nodes, plan.gpus_per_node, spares)
 
 
 def missing_hostfile(plan: Plan) -> Diagnostic:

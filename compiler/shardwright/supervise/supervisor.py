@@ -16,10 +16,10 @@ from typing import Any
 
 from shardwright.checkpoint.checkpoint_storage import parse_step, published_steps, step_name
 from shardwright.checkpoint.resume_checkpoint import checkpoint_root
-from shardwright.diagnostics import Refusal, refusal
+from shardwright.diagnostics import refusal
 from shardwright.launch.launcher_process import Supervision, run_folder
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.launch.preflight_checks import missing_hostfile
+from shardwright.launch.preflight_checks import read_hosts_and_spares
 from shardwright.monitor.attempt_records import (
     ATTEMPTS_FILE,
     end_cause,
@@ -33,8 +33,6 @@ from shardwright.monitor.run_files import (
     read_status,
     refresh_attempts,
 )
-from shardwright.plan.folder_paths import HOSTFILE, SPARE_HOSTS
-from shardwright.plan.hostfile import read_hostfile
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.recipe_types import RecoverySection
 from shardwright.supervise.failed_batch import batch_text, first_nonfinite_step
@@ -49,7 +47,7 @@ from shardwright.supervise.recovery_decision import (
     restarts_without_progress,
 )
 from shardwright.train.run_attempt import RANKS, SUPERVISOR_STOP, hold_supervisor_lease
-from shardwright.utils.file_io import read_regular_text_file, write_atomically
+from shardwright.utils.file_io import write_atomically
 from shardwright.utils.json_lines import append_line
 from shardwright.utils.run_lease import is_locked_by_run, lease_owner
 
@@ -107,7 +105,7 @@ class _Supervisor:
     def __init__(self, plan: Plan, folder: Path, hostfile: Path | None, resume: str) -> None:
         self.plan, self.folder, self.resume = plan, folder, resume
         self.policy = plan.launch.recovery or RecoverySection()
-        self.hosts = _read_hosts(plan, folder, hostfile, self.policy.spares)
+        self.hosts = _read_hosts(plan, folder, hostfile)
         self.fewer = FewerNodes(plan, folder)
         self.names: dict[str, str] = {}
         self.history: list[EndedAttempt] = []
@@ -415,9 +413,7 @@ def _cause_text(ended: EndedAttempt) -> str:
     }.get(ended.cause, ended.cause)
 
 
-def _read_hosts(
-    plan: Plan, folder: Path, hostfile: Path | None, spares: int
-) -> list[tuple[str, int]] | None:
+def _read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[tuple[str, int]] | None:
     """Return the hosts with their slots, spares last; None where the launcher names none. Raises
     Refusal."""
     if not LAUNCHERS[plan.launch.launcher].uses_hostfile:
@@ -428,12 +424,5 @@ def _read_hosts(
             "--supervise asks hosts over ssh, and this machine has no `ssh` command",
             "Install an ssh client (openssh-client).",
         )
-    path = hostfile or folder / HOSTFILE
-    try:
-        text = read_regular_text_file(path)
-        if hostfile is None and (folder / SPARE_HOSTS).is_file():
-            text += read_regular_text_file(folder / SPARE_HOSTS)
-    except (OSError, UnicodeDecodeError):
-        raise Refusal(missing_hostfile(plan)) from None
-    found = read_hostfile(str(path), text, plan.nodes, plan.gpus_per_node, spares)
+    found = read_hosts_and_spares(plan, folder, hostfile)
     return [(host.name, host.slots) for host in found]

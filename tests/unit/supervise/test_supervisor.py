@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from shardwright.cli import main as cli
+from shardwright.cli.launch_commands import read_hostfile
+from shardwright.diagnostics import Refusal
 from shardwright.launch.launcher_process import Supervision
 from shardwright.monitor.attempt_records import read_attempts
 from shardwright.monitor.run_files import (
@@ -21,6 +23,7 @@ from shardwright.monitor.run_files import (
     read_json,
     write_attempt_record,
 )
+from shardwright.plan.plan import load_plan
 from shardwright.supervise import supervisor
 from shardwright.train.run_attempt import RANKS, SUPERVISOR_STOP
 from shardwright.utils.json_lines import append_line
@@ -209,6 +212,19 @@ def test_schedulers_and_islands_are_refused(
     assert "error[SW5214]: --supervise: slurm" in capsys.readouterr().err
     assert cli.main(["run", str(tmp_path / "slurm"), "--supervise", "--island", "all"]) == 1
     assert "does not restart islands" in capsys.readouterr().err
+
+
+def test_spare_hosts_are_read_with_the_others(out: Path, tmp_path: Path) -> None:
+    """`doctor` checks them too; a plain run takes the plan's hosts alone."""
+    plan = load_plan(out)
+    assert read_hostfile(plan, out, None) == ["a", "b", "s"]
+    assert (out / "launch" / "hostfile").read_text() == "a slots=2\nb slots=2\n"
+    more = tmp_path / "more"
+    more.write_text(HOSTS + "t slots=2\n")
+    with pytest.raises(Refusal) as caught:
+        read_hostfile(plan, out, more)
+    (found,) = caught.value.diagnostics
+    assert found.code == "SW5203" and "2 nodes and 1 spare host" in found.message
 
 
 def test_two_supervisors(out: Path, supervised: Callable[..., tuple[int, Attempts]]) -> None:
