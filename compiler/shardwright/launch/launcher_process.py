@@ -385,7 +385,7 @@ def _launch(
 
 
 def _stream(
-    process: subprocess.Popen[str], plan: Plan, folder: Path, *, ends_on_stall: bool
+    process: subprocess.Popen[str], plan: Plan, folder: Path, *, ends_on_stall: bool = False
 ) -> tuple[str, RunStalled | None]:
     """Everything into run/launcher.log, what a person wants to see to the terminal. Returns what
     could not be written there: a full disk does not end the run.

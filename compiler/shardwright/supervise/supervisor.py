@@ -117,6 +117,9 @@ class _Supervisor:
         with self._signals():
             self._warn_unplannable()
             decision, code = self._await_hosts(self._choose()), 3
+            if decision.action == "fewer":
+                few = f"{len(decision.hosts)} of {self.plan.nodes} hosts can be reached"
+                print(f"recovery     {few}: {_step_text(decision)}", flush=True)
             while decision.action != "stop" and not self._is_stopped():
                 number = read_attempt_record(self.folder).number
                 code = self._start(decision)
@@ -348,17 +351,8 @@ class _Supervisor:
     def _print_decision(self, ended: EndedAttempt, decision: Decision, *, grows: bool) -> None:
         if decision.action in ("stop", "wait"):
             return
-        where = f" on {', '.join(decision.hosts)}" if decision.hosts else ""
-        nodes = f"{decision.nodes} node{'' if decision.nodes == 1 else 's'}"
-        what = {
-            "restart": "restarting",
-            "spare": "restarting with another host",
-            "fewer": f"planning again for {nodes}",
-            "more": f"back to {nodes}",
-        }[decision.action]
         why = "a host has returned" if grows else _cause_text(ended)
-        step = f"after step {ended.step}"
-        print(f"recovery     {why} {step}: {what}{where}", flush=True)
+        print(f"recovery     {why} after step {ended.step}: {_step_text(decision)}", flush=True)
 
     def _print_end(self, decision: Decision) -> None:
         last = self.history[-1] if self.history else None
@@ -397,6 +391,19 @@ class _Supervisor:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _step_text(decision: Decision) -> str:
+    """Return what is done next, in a few words."""
+    where = f" on {', '.join(decision.hosts)}" if decision.hosts else ""
+    nodes = f"{decision.nodes} node{'' if decision.nodes == 1 else 's'}"
+    what = {
+        "restart": "restarting",
+        "spare": "restarting with another host",
+        "fewer": f"planning again for {nodes}",
+        "more": f"back to {nodes}",
+    }[decision.action]
+    return what + where
 
 
 def _cause_text(ended: EndedAttempt) -> str:

@@ -120,6 +120,14 @@ def test_the_run_is_planned_for_what_is_left(
     assert plan["nodes"] == 1 and plan["training"]["global_batch_size"] == 8
 
 
+def test_it_starts_on_the_hosts_that_answer(
+    supervised: Callable[..., tuple[int, Attempts]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, attempts = supervised(["b"], DONE)
+    assert code == 0 and attempts.calls == [("nodes-1", "b", "auto")]
+    assert "1 of 2 hosts can be reached: planning again for 1 node on b" in capsys.readouterr().out
+
+
 def test_it_waits_for_a_host(supervised: Callable[..., tuple[int, Attempts]]) -> None:
     code, attempts = supervised(["", "", "", "ab"], DONE)
     assert code == 0 and [call[1] for call in attempts.calls] == ["a b"]
