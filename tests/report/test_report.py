@@ -38,6 +38,7 @@ from tests.report.folders import (
     with_run,
 )
 from tests.unit.models.factory import problem_of
+from tests.unit.monitor.test_attempt_records import write_run as write_restarted_run
 
 
 class PlanNumbers(HTMLParser):
@@ -444,3 +445,19 @@ def test_saves_are_shown_beside_the_prediction(small: Path, tmp_path: Path) -> N
     assert (
         "seconds a save (median of 1)" in text and "GB/s of a node's saves 0.98 4 +308.2%" in text
     )
+
+
+def test_attempts_and_what_they_cost(tmp_path: Path) -> None:
+    """A row for each attempt of a run that was restarted, and nothing of one that was not."""
+    folder = compiled(SMALL_RECIPE, tmp_path)
+    with_run(folder, 20)
+    assert "seconds lost" not in render_page(read_folder(folder))[0]
+    shutil.rmtree(folder / "run")
+    write_restarted_run(folder)
+    page, _ = render_page(read_folder(folder))
+    assert "2 restarts, 29 s lost (rank 18 s, host 11 s); goodput 15%" in page
+    row = (
+        '<tr><th>1</th><td>1 to 5</td><td>3</td><td class="text">data=3</td>'
+        '<td class="text">host</td><td>1</td><td class="text">b</td><td>11.0</td></tr>'
+    )
+    assert row in page

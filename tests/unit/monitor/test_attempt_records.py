@@ -50,8 +50,9 @@ def write_run(folder: Path) -> None:
     run = folder / "run"
     run.mkdir()
     steps = [(k, 1, 100.0 + k) for k in range(1, 5)] + [(5, 3, 134.0), (6, 3, 135.0)]
+    more = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 9.0}
     lines = [
-        {"step": step, "attempt": attempt, "time": time, "step_seconds": 1.0, "loss": 1.0}
+        {"step": step, "attempt": attempt, "time": time, "step_seconds": 1.0, **more}
         for step, attempt, time in steps
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
