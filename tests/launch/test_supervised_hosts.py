@@ -114,7 +114,7 @@ def test_a_stopped_rank_on_another_host_is_killed(tmp_path: Path) -> None:
     with hosts(2, tmp_path / "net") as made:
         out = compiled(TWO, tmp_path, {}, steps=30)
         document = json.loads((tmp_path / "recipe.yaml").read_text())
-        document["launch"]["env"] = {"SHARDWRIGHT_STALL_SECONDS": "20"}
+        document["launch"]["env"] = {"SHARDWRIGHT_STALL_SECONDS": "45"}
         (tmp_path / "recipe.yaml").write_text(json.dumps(document))
         must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
         named: Path = hostfile(made, TWO, tmp_path)
