@@ -1,6 +1,6 @@
 """Set up Megatron-Core's Muon for the plan's matrices.
 
-TensorParallelMuon (megatron/core/optimizer/emerging_optimizers.py, 0.19.2) has the recipe's
+TensorParallelMuon (of megatron-core 0.19.2, its module emerging_optimizers) has the recipe's
 momentum, Nesterov's blend, decoupled weight decay and, by these settings, its coefficients and
 scale. "duplicated" gathers a matrix over the tensor ranks, which all orthogonalize it. It takes
 every weight of two dimensions but the embedding's and the head's, and splits query, key and value.
