@@ -27,7 +27,8 @@ from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference, write_inputs
 from tests.parity.models import MODELS
-from tests.parity.muon import OPTIMIZER, muon_reference
+from tests.parity.muon import MUON_LR, OPTIMIZER, muon_update
+from tests.parity.plain_training import plain_training
 from tests.parity.reference import initial_model
 
 SECONDS = 60
@@ -52,7 +53,7 @@ def prepared(case: Case, folder: Path) -> tuple[Case, Plan, Any]:
     return (
         case,
         made.plan,
-        muon_reference(case, tokens)
+        plain_training(case, tokens, MUON_LR, muon_update)
         if by_muon
         else reference(case, tokens, torch.float32 if case.precision == "fp32" else torch.bfloat16),
     )

@@ -97,4 +97,3 @@ def _update(
     matrices = rows_of_matrices(model, name.removesuffix(".weight").rpartition(".")[2], g.size(-2))
     update = orthogonal_update(g, matrices)
     p.mul_(1 - rate * DECAY).sub_(update.mT if is_transposed else update, alpha=rate)
-
