@@ -237,6 +237,13 @@ _TYPE_HELP: dict[KeyPath, str] = {
         "trust_remote_code",
     ): "Write the model's name, the same as model.source: `trust_remote_code: org/name`. "
     "Without the key no code of a model's own runs.",
+    (
+        "training",
+        "objective",
+    ): "Write its name in a mapping, such as `objective: {name: dpo}`; what "
+    "the search minimizes, time or cost, is `objective` at the top of the recipe.",
+    ("training", "optimizer"): "Write its name in a mapping, such as `optimizer: {name: adamw}`.",
+    ("training", "scheduler"): "Write its name in a mapping, such as `scheduler: {name: cosine}`.",
 }
 
 _BOOLEANS = {

@@ -311,7 +311,7 @@ def test_a_misspelt_required_key_is_told_once(tmp_path: Path) -> None:
         ("  seq_len: 2", "Did you mean `sequence_length`?"),
         ("  zero_stage: 2", "`zero_stage` belongs under `parallelism`."),
         ("  gradient_cliping: 2", "Did you mean `gradient_clipping`?"),
-        ("  objective: cost", "`objective` belongs at the top of the recipe."),
+        ("  target: megatron", "`target` belongs at the top of the recipe."),
         ("  xyzzy: 2", "The keys here are sequence_length, global_batch_size,"),
     ],
 )

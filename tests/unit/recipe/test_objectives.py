@@ -76,3 +76,12 @@ def test_a_recipe_without_the_key_is_the_same_recipe(tmp_path: Path) -> None:
     without = loaded(tmp_path, None, text).document["training"]
     assert loaded(tmp_path, "{name: next-token}", text).document["training"] == without
     assert "objective" not in str(without)
+
+
+@pytest.mark.parametrize("text", ["dpo", "cost"])
+def test_a_text_says_where_a_name_goes(text: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, text)
+    first = refused.value.diagnostics[0]
+    assert first.code == "SW1102" and "{name: dpo}" in str(first.help)
+    assert "at the top of the recipe" in str(first.help)
