@@ -135,6 +135,8 @@ def compiled_text(compiled: CompileResult, directory: Path, interval: str = "") 
         ("", "") if plan.islands == 1 else (f"{plan.islands} islands of ", ", of each island")
     )
     length = f"{t.steps} steps" if t.epochs is None else f"{t.epochs:g} epochs, in steps"
+    each = t.sequences_of(1)
+    batch = str(t.global_batch_size) + ("" if each == 1 else f" pairs x {each}")
     layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
         ("recipe", plan.name),
@@ -158,7 +160,7 @@ def compiled_text(compiled: CompileResult, directory: Path, interval: str = "") 
         ),
         (
             "training",
-            f"{length} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}",
+            f"{length} of {batch} x {t.sequence_length} tokens, {t.precision}",
         ),
         *((f"stage {stage.stage}", _stage_text(stage)) for stage in plan.stages),
         ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the peak-memory rank, predicted"),
@@ -435,8 +437,10 @@ def _training(report: DataReport) -> Iterator[tuple[str, str]]:
     t, data = report.plan.training, report.data
     assert data is not None
     epochs = t.steps / data.order.steps_per_epoch
-    yield "training", f"{t.steps:,} steps of {t.global_batch_size:,} sequences, {epochs:.3g} epochs"
-    yield "sequences", f"{len(data.train):,} of {t.sequence_length:,} tokens to train on"
+    each = t.sequences_of(1)
+    what, size = ("sequences", "") if each == 1 else ("pairs", f"{each} x ")
+    yield "training", f"{t.steps:,} steps of {t.global_batch_size:,} {what}, {epochs:.3g} epochs"
+    yield what, f"{len(data.train):,} of {size}{t.sequence_length:,} tokens to train on"
     if data.validation is not None:
         yield "held out", f"{len(data.validation):,} for validation"
     if (r := report.rate) is not None:
