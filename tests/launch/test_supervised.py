@@ -69,6 +69,7 @@ def test_a_killed_rank_and_one_that_raises(tmp_path: Path, whole: Path) -> None:
     assert "already trained" in must(shardwright("run", out, "--supervise")).stdout
 
 
+@pytest.mark.prove
 def test_a_hang_and_a_preemption(tmp_path: Path, whole: Path) -> None:
     faults = ((4, (1,), 1, "hang"), (6, (2,), 1, "preempt"))
     out = compile_with_faults(write_supervised_recipe(CASE, tmp_path), tmp_path / "out", *faults)
@@ -91,6 +92,7 @@ def test_a_hang_and_a_preemption(tmp_path: Path, whole: Path) -> None:
     assert "waits in no collective" in lines
 
 
+@pytest.mark.prove
 def test_a_loss_that_is_not_finite_once_and_twice(tmp_path: Path, whole: Path) -> None:
     """Once it is restarted; at the same step again it ends the run, and the batch is named."""
     path = write_supervised_recipe(CASE, tmp_path, stop_after_nonfinite=1)
@@ -125,6 +127,7 @@ def test_restarts_end(tmp_path: Path) -> None:
     assert len(status(out)["attempts"]) == 1
 
 
+@pytest.mark.prove
 def test_a_full_disk_is_not_restarted(tmp_path: Path) -> None:
     """It ends the run at once; once there is room, the same command goes on."""
     case = Case(model="llama", pretrained=True)  # random weights would pass through run/
@@ -217,6 +220,7 @@ def test_two_supervisors_and_one_that_is_killed(tmp_path: Path) -> None:
     assert attempts[1]["started_step"] >= before
 
 
+@pytest.mark.prove
 def test_a_detached_supervisor_outlives_its_terminal(tmp_path: Path) -> None:
     path = write_supervised_recipe(CASE, tmp_path)
     out = compile_with_faults(path, tmp_path / "out", (4, (1,), 1, "kill"))

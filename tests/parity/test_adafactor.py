@@ -42,6 +42,7 @@ FOUR: dict[str, Case] = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
 def test_adafactor_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ FOUR: dict[str, Case] = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
 def test_adamw_8bit_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:

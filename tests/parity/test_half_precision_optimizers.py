@@ -19,6 +19,7 @@ BF16: dict[str, Case] = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_half_precision_trains_as_one_process(tmp_path: Path) -> None:
     found = launched(BF16, tmp_path, "optimizer_worker.py")

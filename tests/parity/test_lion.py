@@ -29,6 +29,7 @@ TWO: dict[str, Case] = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_lion_trains_as_one_process(tmp_path: Path) -> None:
     found = launched(TWO, tmp_path, "optimizer_worker.py")

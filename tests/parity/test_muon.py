@@ -56,6 +56,7 @@ BF16: dict[str, Case] = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
 def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> N
     ), found
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_half_precision_trains_as_one_process(tmp_path: Path) -> None:
     """The iterations run in bf16 there, on masters and momentum in fp32."""

@@ -121,17 +121,33 @@ def trl_run(
 @pytest.mark.parametrize(
     ("model", "objective", "own", "layout", "of_messages"),
     [
-        ("llama", {"name": "dpo"}, {"loss_type": ["sigmoid"]}, {"pipeline": 2}, False),
-        ("gpt2", {"name": "dpo"}, {"loss_type": ["sigmoid"]}, {"tensor": 2}, True),
-        (
+        pytest.param(
+            "llama",
+            {"name": "dpo"},
+            {"loss_type": ["sigmoid"]},
+            {"pipeline": 2},
+            False,
+            id="dpo-pp2-texts",
+            marks=pytest.mark.prove,
+        ),
+        pytest.param(
+            "gpt2",
+            {"name": "dpo"},
+            {"loss_type": ["sigmoid"]},
+            {"tensor": 2},
+            True,
+            id="dpo-tp2-messages",
+        ),
+        pytest.param(
             "llama",
             {"name": "ipo", "average": True},
             {"loss_type": ["ipo"]},
             {"data": 2, "zero_stage": 3},
             True,
+            id="ipo-zero3-messages",
+            marks=pytest.mark.prove,
         ),
     ],
-    ids=["dpo-pp2-texts", "dpo-tp2-messages", "ipo-zero3-messages"],
 )
 def test_trains_as_trl(
     model: str,

@@ -191,6 +191,20 @@ PIECES: dict[str, Piece] = {
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
         areas=("parity-wide",),
     ),
+    "optimizers": Piece(
+        tests=(
+            "tests/parity/test_adafactor.py",
+            "tests/parity/test_adamw_8bit.py",
+            "tests/parity/test_half_precision_optimizers.py",
+            "tests/parity/test_lion.py",
+            "tests/parity/test_muon.py",
+        ),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+    ),
+    "preference": Piece(
+        tests=("tests/parity/test_preference.py", "tests/parity/test_preference_trl.py"),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+    ),
     "chunked-parity": Piece(
         tests=("tests/parity/test_chunked.py",),
         source_paths=(*ENGINE, *DATA),
