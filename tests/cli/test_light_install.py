@@ -18,7 +18,13 @@ from tests.conftest import SMALL_RECIPE
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = recipes_folder()
-MODULES = {"pillow": "PIL", "protobuf": "google", "megatron-core": "megatron"}
+MODULES = {
+    "emerging-optimizers": "emerging_optimizers",
+    "megatron-core": "megatron",
+    "pillow": "PIL",
+    "protobuf": "google",
+}
+
 """Distribution -> its module, where they differ."""
 
 # Runs commands where the modules of every extra cannot be imported or found.

@@ -404,11 +404,8 @@ def _notes(p: SourceSummary, length: int) -> Iterator[str]:
         yield "holds token ids, all of which are read"
     if not p.documents:
         return
-    what = (
-        "captions"
-        if p.pictures
-        else {"chat": "conversations", "preference": "completions"}.get(p.kind, "documents")
-    )
+    named = {"chat": "conversations", "preference": "completions"}
+    what = named.get(p.kind, "captions" if p.pictures else "documents")
     text = f"{p.documents:,} {what}"
     if p.pictures:
         text += f" with {p.pictures:,} images"

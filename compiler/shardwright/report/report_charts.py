@@ -447,7 +447,8 @@ def loss_chart(run: MeasuredRun) -> Figure:
         name="training",
     )
     if run.evaluations:
-        measure = "perplexity" if math.isfinite(run.evaluations[-1].perplexity) else "accuracy"
+        has_accuracy = any(math.isfinite(e.accuracy) for e in run.evaluations)
+        measure = "accuracy" if has_accuracy else "perplexity"
         source = data_source(
             {
                 "step": [e.step for e in run.evaluations],

@@ -40,6 +40,7 @@ def _folder(name: str) -> Path:
 EXTRAS: dict[str, str] = {
     **dict.fromkeys(("torch", "transformers", "tokenizers", "deepspeed", "fsspec"), "train"),
     "megatron": "megatron",
+    "emerging_optimizers": "megatron",
     **dict.fromkeys(("PIL", "num2words"), "vision"),
     "peft": "lora",
     "torchao": "low-precision",

@@ -22,6 +22,7 @@ from shardwright.engines.deepspeed import deepspeed_trainers as engine
 from shardwright.models.tasks.task_traits import TaskTraits
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.micro_batches import MicroBatch, TrainingBatches, ValidationBatches
+from shardwright.recipe.objectives import PLAIN_OBJECTIVE
 from tests.unit.parallel.test_micro_batches import plan
 
 RANKS, MICRO, ACCUMULATION, VOCABULARY, LENGTH = 2, 2, 2, 7, 6
@@ -112,7 +113,7 @@ def of_all_ranks(
         model = SimpleNamespace(attention="sdpa", task_traits=TaskTraits())
         trainer.plan = SimpleNamespace(
             strategy=SimpleNamespace(data=RANKS, context=1, zero_world_size=RANKS, zero_stage=1),
-            training=SimpleNamespace(precision="fp32"),
+            training=SimpleNamespace(precision="fp32", objective=PLAIN_OBJECTIVE),
             model=model,
         )
         trainer._blank = None
