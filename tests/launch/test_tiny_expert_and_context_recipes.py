@@ -44,7 +44,7 @@ def test_the_preference_recipe_learns_to_rank(tmp_path: Path) -> None:
     out = tmp_path / "out"
     must(shardwright("compile", RECIPES / "tiny-dpo-cpu.yaml", "-o", out))
     printed = must(shardwright("run", out)).stdout
-    assert "pairs scored" in printed
+    assert "examples scored" in printed
     lines = metrics(out)
     assert abs(lines[0]["loss"] - math.log(2)) < 1e-4
     evaluations = (out / "run" / "evaluation.jsonl").read_text().splitlines()
