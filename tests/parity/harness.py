@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -81,6 +82,23 @@ class Case:
     @property
     def batch(self) -> int:
         return self.accumulation * self.data * self.micro
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def over_data_ranks(case: AnyCase) -> AnyCase:
+    """The same batch over data ranks alone, at ZeRO-1: what another layout resumes."""
+    return dataclasses.replace(
+        case,
+        data=case.world,
+        tensor=1,
+        pipeline=1,
+        context=1,
+        expert=1,
+        zero_stage=1,
+        accumulation=case.batch // case.world // case.micro,
+    )
 
 
 def recipe(case: Case, folder: Path) -> dict[str, Any]:

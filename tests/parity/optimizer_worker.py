@@ -5,7 +5,6 @@ SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of cases_worker.py.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from shardwright.utils.numeric_difference import largest_difference, max_abs_dif
 from tests.figures import training_apart
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.engine_groups import from_rank_0
-from tests.parity.harness import STEPS, Case, recipe
+from tests.parity.harness import STEPS, Case, over_data_ranks, recipe
 from tests.parity.plain_optimizers import PLAIN_OPTIMIZERS
 from tests.parity.plain_training import plain_training
 from tests.parity.reference import Reference
@@ -43,16 +42,7 @@ RESUMED = "resumed-"
 def measure(case: Case, folder: Path) -> dict[str, float]:
     results, first, exported = [], 1, 0.0
     if folder.name.startswith(RESUMED):
-        writer = dataclasses.replace(
-            case,
-            data=case.world,
-            tensor=1,
-            pipeline=1,
-            context=1,
-            expert=1,
-            zero_stage=1,
-            accumulation=case.batch // case.world // case.micro,
-        )
+        writer = over_data_ranks(case)
         plan = _compiled(writer, folder / "writer")
         trainer = build_trainer(plan, folder / "writer")
         results, first = train(plan, folder / "writer", trainer, 1, SAVED), SAVED + 1

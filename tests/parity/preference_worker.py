@@ -6,7 +6,6 @@ SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of cases_worker.py.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import cast
 
@@ -29,7 +28,7 @@ from shardwright.utils.numeric_difference import largest_difference, max_abs_dif
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
 from tests.parity.engine_groups import compile_folder, from_rank_0
-from tests.parity.harness import STEPS
+from tests.parity.harness import STEPS, over_data_ranks
 from tests.parity.optimizer_worker import weight_difference
 from tests.parity.preference import HELD_OUT, METRICS, PreferenceCase, plain_run, write_pairs
 
@@ -73,16 +72,7 @@ def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
     metrics: list[dict[str, float]] = []
     first = 1
     if case.resumed:
-        writer = dataclasses.replace(
-            case,
-            data=case.world,
-            tensor=1,
-            pipeline=1,
-            context=1,
-            expert=1,
-            zero_stage=1,
-            accumulation=case.batch // case.world // case.micro,
-        )
+        writer = over_data_ranks(case)
         begun = Run(writer, folder / "writer")
         results, metrics = begun.train(1, SAVED)
         save_checkpoint(begun.plan, folder / "writer", begun.trainer, SAVED)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.utils.numeric_difference import largest_difference
 from tests.parity import test_adafactor, test_adamw_8bit, test_lion, test_muon
 from tests.parity.case_launches import launched
-from tests.parity.harness import LOSS_ABSOLUTE, Case
+from tests.parity.harness import Case
 from tests.parity.optimizer_worker import RESUMED
+from tests.parity.plain_optimizers import assert_as_one_process
 
-NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-5
 CHOSEN: tuple[tuple[Mapping[str, Case], tuple[str, ...]], ...] = (
     (
         test_muon.TWO,
@@ -38,6 +37,4 @@ SAMPLE = {named(name, cases[name]): cases[name] for cases, names in CHOSEN for n
 def test_trains_as_one_process(tmp_path: Path) -> None:
     found = launched(SAMPLE, tmp_path, "optimizer_worker.py")
     assert {case.optimizer for case in SAMPLE.values()} >= {"muon", "lion", "adamw_8bit"}
-    assert largest_difference(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
-    assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
-    assert largest_difference(line["weight"] for line in found.values()) <= WEIGHT_ABSOLUTE, found
+    assert_as_one_process(found)

@@ -93,12 +93,9 @@ def _split_prompt(
     chosen: Completion, rejected: Completion
 ) -> tuple[Completion, Completion, Completion]:
     """Split off what both begin with: whole messages, or text up to a space before a word."""
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        shared = _shared_length(chosen, rejected)
-        if shared and chosen[shared - 1] == " ":
-            shared -= 1  # the space belongs to the word after it, as tokenizers have it
-    else:
-        shared = _shared_length(chosen, rejected)
+    shared = _shared_length(chosen, rejected)
+    if shared and chosen[shared - 1] == " ":
+        shared -= 1  # the space belongs to the word after it, as tokenizers have it
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 

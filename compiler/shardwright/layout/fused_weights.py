@@ -58,12 +58,12 @@ def _blocks(graph: ModelGraph, rows: int) -> JoinedMatrices | None:
 
 
 def _by_head(graph: ModelGraph, rows: int) -> JoinedMatrices | None:
-    """Query, key and value of the first head, those of the second, and so on."""
+    """Return query, key and value of the first head, those of the second, and so on."""
     return _grouped(graph, rows, graph.attention_heads, graph.attention_heads)
 
 
 def _by_key_value_head(graph: ModelGraph, rows: int) -> JoinedMatrices | None:
-    """For each key/value head: its query heads, its key, its value. A head is as wide as the
+    """Return each key/value head's query heads, its key, its value. A head is as wide as the
     hidden size allows, and the rows tell the number of key/value heads."""
     heads = graph.attention_heads
     key_value_heads = (rows * heads // graph.hidden_size - heads) // 2
@@ -71,7 +71,7 @@ def _by_key_value_head(graph: ModelGraph, rows: int) -> JoinedMatrices | None:
 
 
 def _in_four_groups(graph: ModelGraph, rows: int) -> JoinedMatrices | None:
-    """Four groups of heads; in each all queries, all values, all keys."""
+    """Return four groups of heads; in each all queries, all values, all keys."""
     return _grouped(graph, rows, graph.attention_heads, 4)
 
 

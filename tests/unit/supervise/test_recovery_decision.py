@@ -1,4 +1,4 @@
-"""What follows an attempt: the table of causes, histories and hosts."""
+"""Decide what follows an attempt, in a table of causes, histories and hosts."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_exit_codes_are_those_of_run(
 def test_requests_to_stop_end_it(
     out: Path, supervised: Callable[..., tuple[int, Attempts]]
 ) -> None:
-    """By SIGTERM in an attempt or between two, by `stop`, and by run/stop in the folder."""
+    """They come by SIGTERM in an attempt or between two, by `stop`, and by run/stop."""
     signalled = {**LOST, "step": 3, "then": lambda each: each.stop_requested.set()}
     assert len(supervised(["ab"], signalled)[1].calls) == 1
     sent = {**LOST, "step": 3, "then": lambda _: signal.raise_signal(signal.SIGTERM)}
@@ -179,7 +179,7 @@ def test_requests_to_stop_end_it(
 def test_the_lease_of_ended_ranks_is_not_waited_for(
     out: Path, supervised: Callable[..., tuple[int, Attempts]]
 ) -> None:
-    """Of rank 0 on a host that answers; a host that does not may still run it."""
+    """Rank 0 has ended on a host that answers; a host that does not may still run it."""
 
     def leave_lease(host: str) -> Callable[[Supervision], None]:
         def leave(_: Supervision) -> None:

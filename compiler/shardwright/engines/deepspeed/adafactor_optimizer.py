@@ -7,7 +7,7 @@ row and a column, not the matrix. The update is torch.optim.Adafactor's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from deepspeed import comm as dist
 
 from shardwright.engines.deepspeed.weight_shards import (
+    FlatMastersOptimizer,
     MastersGroups,
     OwnedElements,
     SharingRanks,
@@ -91,26 +92,8 @@ class FactoredWeight:
         own.copy_(update.view(-1).narrow(0, before, own.numel()))
 
 
-class ShardedAdafactor(torch.optim.Optimizer):
-    """Update the weights in flat masters. A step is collective.
-
-    DeepSpeed replaces the groups' parameters by flat masters; `bind` says which weights these hold.
-    A master's state is its count of updates; the weights' states are in `weights`.
-    """
-
-    def __init__(self, plan: Plan, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": plan.optimizer.lr, "weight_decay": 0.0})
-        self._keys = plan.optimizer
-        self.weights: dict[str, FactoredWeight] = {}
-        self._sharing: dict[bool, SharingRanks] = {}
-        self._held: dict[torch.Tensor, list[FactoredWeight]] = {}
-
-    def moment_names(self, master: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a master's states that are like it: none."""
-        return ()
-
-    def takes(self, name: str) -> bool:
-        return True
+class ShardedAdafactor(FlatMastersOptimizer[FactoredWeight]):
+    """Update the weights in flat masters."""
 
     def bind(
         self,
@@ -195,16 +178,6 @@ class ShardedAdafactor(torch.optim.Optimizer):
                     partitioned=True,
                     copied=name in copied or dist.get_rank() != writer,
                 )
-
-    def _count_update(self, masters: Iterable[torch.Tensor]) -> int:
-        """Count an update in the state of each master, and return its number."""
-        count = 0
-        for master in masters:
-            state = self.state[master]
-            state["step"] = count = int(state.get("step", 0)) + 1
-            if master.grad is not None:
-                master.grad = master.grad.contiguous()
-        return count
 
     def _sums_of_squares(
         self, weights: HeldWeights, values: Callable[[torch.Tensor], torch.Tensor]

@@ -14,9 +14,9 @@ import torch
 from deepspeed import comm as dist
 
 from shardwright.engines.deepspeed.weight_shards import (
+    FlatMastersOptimizer,
     MastersGroups,
     OwnedElements,
-    SharingRanks,
     WeightShard,
     locate,
     sharing_ranks,
@@ -94,26 +94,8 @@ def _padded(own: torch.Tensor, before: int, after: int) -> torch.Tensor:
     return own.view(-1, BLOCK)
 
 
-class ShardedAdamW8bit(torch.optim.Optimizer):
-    """Update the weights in flat masters. A step is collective.
-
-    DeepSpeed replaces the groups' parameters by flat masters; `bind` says which weights these hold.
-    A master's state is its count of updates; the weights' states are in `weights`.
-    """
-
-    def __init__(self, plan: Plan, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": plan.optimizer.lr, "weight_decay": 0.0})
-        self._keys = plan.optimizer
-        self.weights: dict[str, EightBitWeight] = {}
-        self._sharing: dict[bool, SharingRanks] = {}
-        self._held: dict[torch.Tensor, list[EightBitWeight]] = {}
-
-    def moment_names(self, master: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a master's states that are like it: none."""
-        return ()
-
-    def takes(self, name: str) -> bool:
-        return True
+class ShardedAdamW8bit(FlatMastersOptimizer[EightBitWeight]):
+    """Update the weights in flat masters."""
 
     def bind(
         self,
@@ -176,11 +158,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         time."""
         groups = {p: g for g in self.param_groups for p in g["params"] if p in self._held}
         weights = [(master, w) for master in groups for w in self._held[master]]
-        for master in groups:
-            state = self.state[master]
-            state["step"] = int(state.get("step", 0)) + 1
-            if master.grad is not None:
-                master.grad = master.grad.contiguous()
+        self._count_update(groups)
         largest = self._largest_of_cut_blocks(weights)
         for master, weight in weights:
             if weight.shard.numel and master.grad is not None:

@@ -6,9 +6,9 @@ here where they belong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from deepspeed import comm as dist
@@ -137,6 +137,41 @@ class WeightOptimizer(Protocol):
         copied: weights that an earlier stage saves
         """
         ...
+
+
+Held = TypeVar("Held")
+
+
+class FlatMastersOptimizer(torch.optim.Optimizer, Generic[Held]):
+    """Begin an optimizer of weights in flat masters, whose step is collective.
+
+    DeepSpeed replaces the groups' parameters by flat masters; `bind` says which weights these hold.
+    A master's state is its count of updates; the weights' states are in `weights`.
+    """
+
+    def __init__(self, plan: Plan, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": plan.optimizer.lr, "weight_decay": 0.0})
+        self._keys = plan.optimizer
+        self.weights: dict[str, Held] = {}
+        self._sharing: dict[bool, SharingRanks] = {}
+        self._held: dict[torch.Tensor, list[Held]] = {}
+
+    def moment_names(self, master: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of a master's states that are like it: none."""
+        return ()
+
+    def takes(self, name: str) -> bool:
+        return True
+
+    def _count_update(self, masters: Iterable[torch.Tensor]) -> int:
+        """Count an update in the state of each master, and return its number."""
+        count = 0
+        for master in masters:
+            state = self.state[master]
+            state["step"] = count = int(state.get("step", 0)) + 1
+            if master.grad is not None:
+                master.grad = master.grad.contiguous()
+        return count
 
 
 def locate(
