@@ -33,6 +33,30 @@ def _planted(self, step, *rest):
     return _train(self, step, *rest)
 Session.train = _planted
 """
+POISON = """
+import dataclasses, math, torch
+from torch import distributed as dist
+from shardwright.train.training_session import Session
+_build = Session.__init__
+def _built(self, *rest):
+    _build(self, *rest)
+    whole = self._trainer.step
+    def stepped(batches, rate):
+        found = any(bool((b.input_ids == {token}).any()) for b in batches)
+        flag = torch.tensor([float(found)])
+        dist.all_reduce(flag)
+        result = whole(batches, rate)
+        if not flag.item():
+            return result
+        for shard in self._trainer.owned_shards():
+            for values in (shard.live, *shard.states.values()):
+                values.mul_(math.nan)
+        return dataclasses.replace(result, loss=math.nan)
+    self._trainer.step = stepped
+Session.__init__ = _built
+"""
+"""Ranks whose weights and loss are NaN after a step that trains the token."""
+
 Fault = tuple[int, tuple[int, ...], int, str]
 """(step, attempts or () for all, rank, kill | raise | hang | preempt | slow | nan)."""
 

@@ -12,11 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from shardwright.checkpoint.checkpoint_storage import published_steps
+from shardwright.utils.numeric_difference import max_series_diff
+from shardwright.verify.reference_run import cosine
 from tests.launch.supervised import (
     EVERY,
+    POISON,
     STEPS,
     check_same_losses,
     compile_with_faults,
@@ -24,7 +29,21 @@ from tests.launch.supervised import (
     write_supervised_recipe,
 )
 from tests.launch.wait_until import wait_until
-from tests.parity.harness import Case, metrics, must, shardwright
+from tests.parity.harness import (
+    BETAS,
+    DECAY,
+    EPS,
+    LOSS_ABSOLUTE,
+    LR,
+    SEED,
+    WARMUP,
+    Case,
+    metrics,
+    must,
+    shardwright,
+)
+from tests.parity.models import MODELS
+from tests.parity.reference import initial_model, token_rows
 
 pytestmark = pytest.mark.launch
 
@@ -108,6 +127,74 @@ def test_a_loss_that_is_not_finite_once_and_twice(tmp_path: Path, whole: Path) -
     rows = f"step 5 trains rows {4 * CASE.batch}-{5 * CASE.batch - 1} of {tmp_path}/tokens.npy"
     assert rows in done.stderr, done.stderr
     assert [a["cause"] for a in status(out)["attempts"]] == ["nonfinite", "nonfinite"]
+
+
+POISONED_STEP, POISONED_TOKEN = 5, 256
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        *(
+            pytest.param(Case(model="llama", **layout), marks=pytest.mark.prove)
+            for layout in ({"pipeline": 2}, {"tensor": 2}, {"data": 2, "zero_stage": 3})
+        ),
+    ],
+    ids=["data", "pipeline", "tensor", "zero-3"],
+)
+def test_a_poisoned_batch_is_skipped(tmp_path: Path, case: Case) -> None:
+    """Whoever trains one row of step 5 has NaN from then on. All other steps are those of a plain
+    loop that makes no update at step 5."""
+    path = write_supervised_recipe(
+        case, tmp_path, {"skip_batches": 1}, stop_after_nonfinite=2, steps=STEPS
+    )
+    tokens = np.load(tmp_path / "tokens.npy")
+    tokens[tokens == POISONED_TOKEN] = 0
+    tokens[(POISONED_STEP - 1) * case.batch + 1, 7] = POISONED_TOKEN
+    np.save(tmp_path / "tokens.npy", tokens)
+    out = compile_with_faults(path, tmp_path / "out")
+    script = out / "train.py"
+    script.write_text(POISON.format(token=POISONED_TOKEN) + script.read_text())
+    done = must(shardwright("run", out, "--supervise"))
+    first, last = (POISONED_STEP - 1) * case.batch, POISONED_STEP * case.batch - 1
+    rows = f"step {POISONED_STEP} trains rows {first}-{last} of {tmp_path}/tokens.npy"
+    assert f"the batch of step {POISONED_STEP} is skipped from now on: {rows}" in done.stdout
+    found = status(out)
+    assert found["skipped_batches"] == [{"step": POISONED_STEP, "rows": rows}]
+    assert [a["cause"] for a in found["attempts"]] == ["nonfinite", "nonfinite", None]
+    assert found["attempts"][2]["started_step"] == POISONED_STEP - 1
+    lines = {m["step"]: m for m in metrics(out)}
+    assert lines.pop(POISONED_STEP)["skipped"] is True
+    expected = plain_losses(case, tokens, without=POISONED_STEP)
+    assert list(lines) == list(expected)
+    off = max_series_diff([m["loss"] for m in lines.values()], list(expected.values()))
+    assert off <= LOSS_ABSOLUTE, off
+    rates = {m["step"]: m["learning_rate"] for m in lines.values()}
+    assert rates[POISONED_STEP + 1] == cosine(LR, POISONED_STEP + 1, WARMUP, STEPS)
+
+
+def plain_losses(case: Case, tokens: np.ndarray, without: int) -> dict[int, float]:
+    """Train in one process, in plain PyTorch, with no update at one step."""
+    model = initial_model(MODELS[case.model], SEED)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    losses = {}
+    for step in range(1, STEPS + 1):
+        if step == without:
+            continue
+        (rows,) = token_rows(tokens, step, case.batch)
+        loss = model(**rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
+        for group in optimizer.param_groups:
+            group["lr"] = LR * step / WARMUP if step <= WARMUP else cosine(LR, step, WARMUP, STEPS)
+        optimizer.step()
+        losses[step] = float(loss.detach())
+    return losses
 
 
 def test_restarts_end(tmp_path: Path) -> None:

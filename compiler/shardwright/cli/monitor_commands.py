@@ -91,6 +91,7 @@ def read_run_status(plan: Plan, folder: Path) -> RunStatus:
 
 def _status_json(status: RunStatus) -> dict[str, Any]:
     from shardwright.monitor.attempt_records import attempt_summaries, read_attempts, run_cost
+    from shardwright.monitor.skipped_batches import read_skipped_batches
     from shardwright.train.run_attempt import supervisor_owner
 
     document = {**asdict(status.state), "predicted_save_seconds": status.predicted_save_seconds}
@@ -102,6 +103,7 @@ def _status_json(status: RunStatus) -> dict[str, Any]:
         "seconds_lost": dict(cost.seconds_lost),
         "goodput": cost.goodput,
         "attempts": [{**lines, **asdict(summary)} for lines, summary in pairs],
+        "skipped_batches": [asdict(each) for each in read_skipped_batches(status.folder)],
     }
 
 
@@ -124,6 +126,7 @@ def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
     from shardwright.checkpoint.checkpoint_storage import step_name
     from shardwright.monitor.attempt_records import cost_text, run_cost
     from shardwright.monitor.gradient_noise_scale import noise_scale_text
+    from shardwright.monitor.skipped_batches import skipped_steps
     from shardwright.train.run_attempt import supervisor_owner
 
     state = status.state
@@ -157,6 +160,8 @@ def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
     if state.earlier:
         rows.append(("attempts", state.earlier))
         rows.append(("lost", cost_text(run_cost(status.folder))))
+    if steps := skipped_steps(status.folder):
+        rows.append(("skipped", f"the batch of step {', '.join(map(str, steps))}"))
     if (owner := supervisor_owner(status.folder)) is not None:
         rows.append(("restarts", f"by the supervisor on {owner.place}"))
     place = shell_quoted(str(status.folder))

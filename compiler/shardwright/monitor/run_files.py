@@ -17,6 +17,7 @@ import msgspec
 
 from shardwright.diagnostics.file_errors import NO_SPACE, names_file
 from shardwright.monitor.attempt_records import METRICS_FILE, attempts_json
+from shardwright.monitor.skipped_batches import skipped_batches_json
 from shardwright.utils.file_io import parse_strict_json, read_regular_file, write_atomically
 from shardwright.utils.json_lines import (
     Count,
@@ -40,7 +41,8 @@ PROGRESS = "@shardwright "
 
 class MetricsLine(StepLine):
     """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. time: Unix
-    seconds at the step's end. margin, accuracy: of a preference objective. A line of an earlier
+    seconds at the step's end. margin, accuracy: of a preference objective. skipped: true where the
+    step made no update (monitor/skipped_batches.py); such a line has no loss. A line of an earlier
     version lacks some."""
 
     loss: NotRequired[Figure | None]
@@ -52,6 +54,7 @@ class MetricsLine(StepLine):
     margin: NotRequired[float | None]
     accuracy: NotRequired[float | None]
     time: NotRequired[Figure]
+    skipped: NotRequired[bool]
 
 
 class EvaluationLine(StepLine):
@@ -190,6 +193,11 @@ class MetricsWriter(JsonLinesWriter):
         )
         print(PROGRESS + text, flush=True)
 
+    def write_skipped(self, step: int, seconds: float) -> None:
+        """Write the line of a step that makes no update."""
+        self.write_line(step=step, skipped=True, step_seconds=seconds, time=round(time.time(), 3))
+        print(f"step {step} makes no update: its batch is skipped", flush=True)
+
 
 class EvaluationWriter(JsonLinesWriter):
     """Writes run/evaluation.jsonl, a line per evaluation of the held-out data.
@@ -277,7 +285,7 @@ def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> 
     path = folder / "run" / "status.json"
     document = {"status": status, "attempt": attempt, "time": time.time(), **more}
     try:
-        write_json(path, {**document, "attempts": attempts_json(folder)})
+        write_json(path, {**document, **_attempts_and_batches(folder)})
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -291,4 +299,8 @@ def refresh_attempts(folder: Path) -> None:
     path = folder / "run" / "status.json"
     document = read_json(path)
     if document:
-        write_json(path, {**document, "attempts": attempts_json(folder)})
+        write_json(path, {**document, **_attempts_and_batches(folder)})
+
+
+def _attempts_and_batches(folder: Path) -> dict[str, JsonValue]:
+    return {"attempts": attempts_json(folder), **skipped_batches_json(folder)}

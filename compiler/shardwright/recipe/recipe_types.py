@@ -447,13 +447,15 @@ class RecoverySection:
 
     retries: restarts in a row without a newer checkpoint. min_nodes: fewest nodes to plan again
     for; None is cluster.nodes. spares: hosts after those of the plan in the hostfile. on: causes
-    that are restarted.
+    that are restarted. skip_batches: most batches that are left out because their loss was not
+    finite twice.
     """
 
     retries: int = 3
     min_nodes: int | None = None
     spares: int = 0
     on: tuple[FailureCause, ...] = FAILURE_CAUSES
+    skip_batches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,8 @@ ADVICE: Mapping[str, str] = {
     "preemption": "nothing: the checkpoint after the notice is whole",
     "nonfinite": (
         "look at the rows below; lower training.optimizer.lr or lengthen the warm-up where the "
-        "step changes with the learning rate, and remove the rows where it does not"
+        "step changes with the learning rate, and remove the rows where it does not, or set "
+        "launch.recovery.skip_batches"
     ),
     "disk": "make room on the disk that is named above, or set checkpoint.keep",
     "refused": "do what the message asks for: no restart changes it",
@@ -216,7 +217,7 @@ def _advice(
     if failed.cause in ("rank", "nonfinite", "hang") and failed.ended_step is not None:
         step = failed.ended_step + 1
         if failed.cause == "nonfinite":
-            step = first_nonfinite_step(folder) or failed.ended_step
+            step = first_nonfinite_step(plan, folder) or failed.ended_step
         if batch := batch_text(plan, folder, step):
             advice.append(batch)
     return [line for line in advice if line]

@@ -11,6 +11,7 @@ from shardwright.data.data_sources import data_sections
 from shardwright.data.dataset import resolve
 from shardwright.data.sequences import SubsetSequences
 from shardwright.diagnostics import Refusal
+from shardwright.layout.formats import FORMATS
 from shardwright.monitor.attempt_records import METRICS_FILE
 from shardwright.monitor.run_files import MetricsLine
 from shardwright.plan.plan import Plan
@@ -20,12 +21,20 @@ MAX_RANGES = 8
 """Ranges of row numbers that are named of one part."""
 
 
-def first_nonfinite_step(folder: Path) -> int | None:
-    """Return the first of the newest steps in a row whose loss is not finite; None where the last
-    one is finite."""
+def first_nonfinite_step(plan: Plan, folder: Path) -> int | None:
+    """Return the first of the newest steps in a row whose loss or gradient norm is not finite; None
+    where the last loss is finite.
+
+    A gradient that is not finite spoils the weights, so the loss is the next step's to tell. A loss
+    scaler leaves such a step out, so under fp16 the losses alone count.
+    """
     first = None
+    scaled = FORMATS[plan.training.precision].scales_loss
     for line in read_json_lines(folder / METRICS_FILE, MetricsLine, newest_first=True):
-        if line.get("loss", 0.0) is not None:
+        is_bad = line.get("loss", 0.0) is None
+        if first is not None and not scaled:
+            is_bad = is_bad or line.get("grad_norm", 0.0) is None
+        if not is_bad:
             break
         first = int(line["step"])
     return first

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwright.recipe.recipe_types import RecoverySection
@@ -33,6 +33,8 @@ class EndedAttempt:
     saved: the newest checkpoint's step, 0 without one
     error: the first words of the failure, which tell two errors apart
     hosts: those that it ran on, () where they have no names
+    bad_step: the first step of those in a row whose loss or gradient was not finite, where that is
+        the cause
     """
 
     cause: str
@@ -43,16 +45,19 @@ class EndedAttempt:
     error: str = ""
     nodes: int = 1
     hosts: tuple[str, ...] = ()
+    bad_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Hold what is next. hosts: () where they have no names. reason: for people."""
+    """Hold what is next. hosts: () where they have no names. reason: for people. skips: the step
+    whose batch is left out from now on, None for none."""
 
     action: Action
     nodes: int
     hosts: tuple[str, ...] = ()
     reason: str = ""
+    skips: int | None = None
 
 
 def decide(
@@ -61,6 +66,7 @@ def decide(
     history: Sequence[EndedAttempt],
     alive: Sequence[str] | None,
     can_plan: Callable[[int], bool],
+    skipped: int = 0,
 ) -> Decision:
     """Return what follows the last attempt of `history`.
 
@@ -68,6 +74,7 @@ def decide(
     alive: hosts that can be reached, in the hostfile's order, spares last; None where the launcher
         names no hosts
     can_plan: whether the recipe can be planned again for fewer nodes
+    skipped: batches that are left out by now
     """
     last = history[-1]
     if last.cause in FINAL_CAUSES:
@@ -76,7 +83,12 @@ def decide(
         reason = f"launch.recovery.on does not name `{last.cause}`"
         return Decision(action="stop", nodes=last.nodes, reason=reason)
     if len(history) > 1 and is_same_failure(history[-2], last):
+        if last.bad_step is not None and skipped < policy.skip_batches:
+            chosen = choose_hosts(policy, nodes, history, alive, can_plan)
+            return replace(chosen, skips=last.bad_step)
         reason = f"two attempts in a row ended by the same cause after step {last.step}"
+        if last.bad_step is not None and policy.skip_batches:
+            reason += f"; {policy.skip_batches} batches are skipped, as launch.recovery allows"
         return Decision(action="stop", nodes=last.nodes, reason=reason)
     if (tries := restarts_without_progress(history)) > policy.retries:
         without = f"{policy.retries} restarts" if policy.retries != 1 else "1 restart"

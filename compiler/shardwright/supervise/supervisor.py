@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ from shardwright.monitor.run_files import (
     read_json,
     read_status,
     refresh_attempts,
+)
+from shardwright.monitor.skipped_batches import (
+    SkippedBatch,
+    add_skipped_batch,
+    read_skipped_batches,
 )
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.recipe_types import RecoverySection
@@ -193,6 +199,7 @@ class _Supervisor:
             error=str(end.get("code")) if cause == "nonfinite" else error[0] if error else "",
             nodes=ran.nodes,
             hosts=ran.hosts,
+            bad_step=first_nonfinite_step(self.plan, self.folder) if cause == "nonfinite" else None,
         )
         alive = None if reached is None else self._order(reached)
         if grows:
@@ -202,8 +209,15 @@ class _Supervisor:
         else:
             self.history.append(ended)
             decision = decide(
-                self.policy, self.plan.nodes, self.history, alive, self.fewer.can_plan
+                self.policy,
+                self.plan.nodes,
+                self.history,
+                alive,
+                self.fewer.can_plan,
+                len(read_skipped_batches(self.folder)),
             )
+        if decision.skips is not None:
+            decision = self._skip_batch(decision, decision.skips)
         if cause == "hang" and decision.action != "stop":
             self._kill_suspects(ran)
         self._record(attempt["attempt"], "return" if grows else cause, ended, decision, began)
@@ -215,6 +229,15 @@ class _Supervisor:
             if tries > 1:
                 self.stop_requested.wait(min(MAX_DELAY_SECONDS, 2.0**tries))
         return decision
+
+    def _skip_batch(self, decision: Decision, step: int) -> Decision:
+        """Leave a step's batch out from the next attempt on; return the decision that says so."""
+        rows = batch_text(self.plan, self.folder, step)
+        add_skipped_batch(self.folder, SkippedBatch(step=step, rows=rows or None))
+        if self.resume == "never":  # the list is this run's, and so are all checkpoints by now
+            self.resume = "auto"
+        skipped = f"the batch of step {step} is skipped from now on"
+        return replace(decision, reason=f"{skipped}: {rows}" if rows else skipped)
 
     def _unwritten_end(self) -> dict[str, Any]:
         """Return the end of an attempt whose line a full disk did not take, from run/status.json,
@@ -342,6 +365,7 @@ class _Supervisor:
             "nodes": decision.nodes,
             "hosts": list(decision.hosts) or None,
             "reason": decision.reason or None,
+            "skipped_step": decision.skips,
             "decision_seconds": round(time.monotonic() - began, 3),
         }
         with contextlib.suppress(OSError):  # a full disk
@@ -353,6 +377,8 @@ class _Supervisor:
             return
         why = "a host has returned" if grows else _cause_text(ended)
         print(f"recovery     {why} after step {ended.step}: {_step_text(decision)}", flush=True)
+        if decision.skips is not None:
+            print(f"recovery     {decision.reason}", flush=True)
 
     def _print_end(self, decision: Decision) -> None:
         last = self.history[-1] if self.history else None
@@ -363,9 +389,7 @@ class _Supervisor:
         print(f"error[SW6324]: {text}", file=sys.stderr)
         twice = len(self.history) > 1 and is_same_failure(self.history[-2], self.history[-1])
         if last is not None and last.cause in ("rank", "nonfinite", "hang") and twice:
-            step = (first_nonfinite_step(self.folder) if last.cause == "nonfinite" else None) or (
-                last.step + 1
-            )
+            step = (last.bad_step if last.cause == "nonfinite" else None) or (last.step + 1)
             if batch := batch_text(self.plan, self.folder, step):
                 print(f"  {batch}", file=sys.stderr)
         place = self.folder

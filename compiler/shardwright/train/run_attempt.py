@@ -30,6 +30,7 @@ from shardwright.checkpoint.run_history import (
 )
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.monitor.run_files import AttemptRecord, read_attempt_record, write_attempt_record
+from shardwright.monitor.skipped_batches import remove_skipped_batches, skipped_steps
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import copy_shared_fields
 from shardwright.utils.run_lease import (
@@ -187,12 +188,14 @@ class Attempt:
     resume: the checkpoint that it resumes from; None at the start
     step: the checkpoint's step
     line: the run's history
+    skipped_steps: steps whose batches are left out
     """
 
     number: int
     resume: str | None
     step: int
     line: RunHistory
+    skipped_steps: tuple[int, ...] = ()
 
 
 def begin_attempt(
@@ -225,7 +228,10 @@ def begin_attempt(
         resume=str(chosen.path) if chosen else None,
         step=chosen.step if chosen else 0,
         line=line,
+        skipped_steps=() if fresh else skipped_steps(folder),
     )
+    if fresh:
+        remove_skipped_batches(folder)
     if fresh or chosen is not None:
         move_newer_steps_aside(
             checkpoint_root(plan, folder), attempt.number, newer_than=attempt.step
@@ -248,6 +254,7 @@ def read_attempt(folder: Path) -> Attempt:
         resume=begun.resume or None,
         step=begun.step or 0,
         line=run_history_from_json(begun.line) or new_run_history(),
+        skipped_steps=skipped_steps(folder),
     )
 
 

@@ -195,6 +195,7 @@ class Session:
         digests = check_same_data_on_hosts(self.plan, folder)
         self.folder, self.rank, self.attempt = folder, rank, attempt.number
         self._lease, resume = lease, attempt.resume
+        self._skipped_steps = frozenset(attempt.skipped_steps)
         image_processor = build_image_processor(self.plan, folder, rank)
         reference = None
         if self.plan.training.objective.traits.reads_reference:
@@ -281,11 +282,19 @@ class Session:
 
         micro_batches: as many and as large as the plan's
 
+        A step whose batch is skipped (launch.recovery.skip_batches) makes no update and returns
+        NaN.
+
         Raises Refusal on every rank: SW6311 after too many non-finite losses in a row; SW6315 where
         the outer store is unreachable, after a checkpoint of this step.
         """
         self._check_lease()
         began = time.perf_counter()
+        if step in self._skipped_steps:
+            self.done = step
+            if self._metrics:
+                self._metrics.write_skipped(step, max(time.perf_counter() - began, 1e-6))
+            return StepResult(loss=math.nan, grad_norm=math.nan)
         rate = self.learning_rate(step) if rate is None else rate
         batches = self.micro_batches(step) if micro_batches is None else micro_batches
         noise: NoiseScaleMeasurement | None = None

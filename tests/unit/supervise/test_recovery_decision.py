@@ -91,6 +91,22 @@ def test_the_recipe_limits_it() -> None:
     assert unplannable.action == "wait" and "cannot be planned" in unplannable.reason
 
 
+def test_a_batch_that_failed_twice_is_skipped() -> None:
+    """As often as the recipe allows, and only where the step is known."""
+    bad = replace(RANK, cause="nonfinite", error="SW6311", step=5, bad_step=3)
+    policy = replace(POLICY, skip_batches=1, retries=1)
+    found = decide(policy, 3, [bad, bad], HOSTS, lambda _: True)
+    assert (found.action, found.skips, found.hosts) == ("restart", 3, HOSTS)
+    assert decide(policy, 3, [bad, bad], ("a", "c"), lambda _: True).action == "fewer"
+    assert decide(policy, 3, [bad], HOSTS, lambda _: True).skips is None
+    ended = decide(policy, 3, [bad, bad], HOSTS, lambda _: True, skipped=1)
+    assert ended.action == "stop" and "1 batches are skipped" in ended.reason
+    unknown = replace(bad, bad_step=None)
+    assert decide(policy, 3, [unknown, unknown], HOSTS, lambda _: True).action == "stop"
+    assert decide(policy, 3, [RANK, RANK], HOSTS, lambda _: True).action == "stop"
+    assert decide(POLICY, 3, [bad, bad], HOSTS, lambda _: True).action == "stop"
+
+
 def test_before_the_first_attempt() -> None:
     assert choose_hosts(POLICY, 3, [], HOSTS, lambda _: True).action == "restart"
     fewer = choose_hosts(POLICY, 3, [], ("a", "b"), lambda _: True)

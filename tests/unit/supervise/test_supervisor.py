@@ -23,9 +23,15 @@ from shardwright.monitor.run_files import (
     read_json,
     write_attempt_record,
 )
+from shardwright.monitor.skipped_batches import read_skipped_batches
 from shardwright.plan.plan import load_plan
 from shardwright.supervise import supervisor
-from shardwright.train.run_attempt import RANKS, SUPERVISOR_STOP
+from shardwright.train.run_attempt import (
+    RANKS,
+    SUPERVISOR_STOP,
+    begin_attempt,
+    read_attempt,
+)
 from shardwright.utils.json_lines import append_line
 from shardwright.utils.run_lease import current_process_owner
 
@@ -94,6 +100,43 @@ def supervised(out: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         return cli.main(["run", str(out), "--supervise"]), attempts
 
     return run
+
+
+def test_a_batch_that_failed_twice_is_left_out(
+    write_recipe: Callable[..., Path],
+    out: Path,
+    supervised: Callable[..., tuple[int, Attempts]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes = {
+        "cluster.nodes": 2,
+        "cluster.gpus_per_node": 2,
+        "checkpoint.every_steps": 2,
+        "launch": {"hostfile": "hosts", "recovery": {"skip_batches": 1, "spares": 1}},
+    }
+    assert cli.main(["compile", str(write_recipe(changes)), "-o", str(out)]) == 0
+
+    def diverge(_: Supervision) -> None:
+        lines = [{"step": 3, "loss": 1.0, "grad_norm": 1.0}, {"step": 4, "loss": None}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (out / "run" / "metrics.jsonl").write_text(text)
+
+    end = {"outcome": "failed", "code": "SW6311", "cause": "x", "step": 4, "then": diverge}
+    code, attempts = supervised(["ab"], dict(end), dict(end), DONE)
+    assert code == 0 and len(attempts.calls) == 3
+    (batch,) = read_skipped_batches(out)
+    assert batch.step == 4 and batch.rows is not None and "step 4 trains rows" in batch.rows
+    assert [each["recovery"].get("skipped_step") for each in read_attempts(out)] == [None, 4, None]
+    assert "recovery     the batch of step 4 is skipped from now on: step 4" in (
+        capsys.readouterr().out
+    )
+    # No other one, and no longer in a run from the start.
+    code, attempts = supervised(["ab"], dict(end), dict(end), DONE)
+    assert code == 3 and len(attempts.calls) == 2
+    begin_attempt(load_plan(out), out, None, fresh=False)
+    assert read_attempt(out).skipped_steps == (4,)
+    begin_attempt(load_plan(out), out, None, fresh=True)
+    assert read_attempt(out).skipped_steps == ()
 
 
 def test_a_spare_host_takes_the_place(
