@@ -609,7 +609,10 @@ def answer_request(
         if all(d.code.startswith(CROSS_FIELD_CODES) for d in refusal.diagnostics):
             return refused(_with_link_help(refusal, priced)), ignored_pins
         raise
-    recipe = dataclasses.replace(priced.recipe, parallelism=loaded.parallelism)
+    # What gradients are summed in is decided again: the plan's choice is the plan's.
+    dtype = loaded.training.gradient_accumulation_dtype
+    training = dataclasses.replace(priced.recipe.training, gradient_accumulation_dtype=dtype)
+    recipe = dataclasses.replace(priced.recipe, parallelism=loaded.parallelism, training=training)
     problem = copy_shared_fields(Problem, priced, recipe=recipe)
     if loaded.cluster.islands != priced.recipe.cluster.islands:
         problem = _with_islands_of(problem, loaded)

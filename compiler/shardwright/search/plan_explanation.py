@@ -16,6 +16,10 @@ from shardwright.layout.layout import Layout, axes_in_print_order, searched_axes
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.accumulation_dtype_choice import (
+    estimate_with_accumulation_dtype,
+    resolve_nodes_and_accumulation_dtype,
+)
 from shardwright.search.engine_choice import OtherEngine, other_engine
 from shardwright.search.layout_comparison import because, binding_constraint
 from shardwright.search.layout_resolution import (
@@ -25,7 +29,7 @@ from shardwright.search.layout_resolution import (
     with_hpz,
     without_hpz,
 )
-from shardwright.search.layout_search import SearchResult, estimate_pinned_layout, rank_key, search
+from shardwright.search.layout_search import SearchResult, rank_key, search
 from shardwright.search.legal_layouts import RejectedRegion, without_layout_pins
 from shardwright.search.rejected_faster_layouts import RejectedFasterLayout, rejected_faster_layouts
 
@@ -323,7 +327,8 @@ def why_not(problem: Problem, chosen: Estimate) -> WhyNotResult:
     about, and nothing else of the layout."""
     asked = problem.recipe
     try:
-        best = estimate_pinned_layout(problem)
+        resolved, _ = resolve_nodes_and_accumulation_dtype(problem)
+        _, best = estimate_with_accumulation_dtype(resolved)
     except Refusal as refusal:
         return refused(refusal)
     errors = [d for d in best.diagnostics if d.severity == "error"]
