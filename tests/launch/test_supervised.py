@@ -137,8 +137,12 @@ POISONED_STEP, POISONED_TOKEN = 5, 256
     [
         CASE,
         *(
-            pytest.param(Case(model="llama", **layout), marks=pytest.mark.prove)
-            for layout in ({"pipeline": 2}, {"tensor": 2}, {"data": 2, "zero_stage": 3})
+            pytest.param(layout, marks=pytest.mark.prove)
+            for layout in (
+                Case(model="llama", pipeline=2),
+                Case(model="llama", tensor=2),
+                Case(model="llama", data=2, zero_stage=3),
+            )
         ),
     ],
     ids=["data", "pipeline", "tensor", "zero-3"],

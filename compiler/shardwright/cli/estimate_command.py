@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardwright.models.model_graph import ModelGraph
     from shardwright.recipe.measurements import MeasuredValue, Measurements
     from shardwright.recipe.recipe_types import Recipe
+    from shardwright.search.recovery_goodput import RecoveryGoodput
 
 
 _PARTS = ("strategy", "memory", "time", "training", "error")
@@ -65,6 +66,7 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
     from shardwright.compile.recipe_compiler import estimate_recipe
     from shardwright.cost.goodput import goodput
     from shardwright.recipe.recipe_loader import load_recipe
+    from shardwright.search.recovery_goodput import recovery_goodput
 
     try:
         problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
@@ -75,18 +77,24 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
             print_refusal(refusal)
         return False
     recipe, graph, expected = problem.recipe, problem.graph, goodput(problem, estimate)
+    recovery = recovery_goodput(problem, estimate, expected)
     if as_json:
         document = {
             **estimate_json(path, estimate),
             "cluster": cluster_json(problem.cluster),
             "goodput": expected,
+            "recovery": recovery,
             "assume": recipe.assume,
             **measurements_json(recipe, graph, estimate.strategy),
             **islands_json(recipe, graph, estimate),
         }
         print(strict_json(document), flush=True)
     else:
-        rows = [*estimate_rows(estimate, recipe, expected), *islands_rows(recipe, graph, estimate)]
+        rows = [
+            *estimate_rows(estimate, recipe, expected),
+            *recovery_rows(recovery),
+            *islands_rows(recipe, graph, estimate),
+        ]
         notes = measurement_note_lines(recipe, graph, problem.cluster)
         lines = [path, *labelled_lines(rows, 9, "  "), *(f"  {line}" for line in notes), ""]
         print("\n".join(lines), flush=True)
@@ -121,6 +129,14 @@ def goodput_rows(expected: Goodput | None) -> list[tuple[str, str]]:
 
     lines = [] if expected is None else goodput_lines(expected)
     return [("" if line else "goodput", text) for line, text in enumerate(lines)]
+
+
+def recovery_rows(found: RecoveryGoodput | None) -> list[tuple[str, str]]:
+    """Return (name, text) rows, the name on the first alone."""
+    from shardwright.report.plan_sentences import recovery_lines
+
+    lines = [] if found is None else recovery_lines(found)
+    return [("" if line else "recovery", text) for line, text in enumerate(lines)]
 
 
 def islands_cost_of(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> IslandsCost | None:

@@ -21,6 +21,7 @@ from shardwright.cli.estimate_command import (
     islands_rows,
     measurement_section_lines,
     measurements_json,
+    recovery_rows,
     training_length_text,
 )
 from shardwright.cli.terminal import labelled_lines, table_lines, title
@@ -59,6 +60,7 @@ from shardwright.search.plan_explanation import (
     WhyNotResult,
     explain,
 )
+from shardwright.search.recovery_goodput import RecoveryGoodput, recovery_goodput
 from shardwright.utils.json_values import JsonDocument, copy_shared_fields, strict_json
 from shardwright.utils.number_format import (
     GIB,
@@ -143,6 +145,11 @@ def expected_goodput(priced: PricedRecipe) -> Goodput | None:
     return goodput(copy_shared_fields(Problem, priced), priced.estimate, measured=measured)
 
 
+def expected_recovery(priced: PricedRecipe) -> RecoveryGoodput | None:
+    problem = copy_shared_fields(Problem, priced)
+    return recovery_goodput(problem, priced.estimate, expected_goodput(priced))
+
+
 def explanation_page(priced: PricedRecipe, found: PlanExplanation) -> str:
     sections = [
         _head(priced, found),
@@ -182,6 +189,7 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
         ("error", error_bar_text(e.error)),
         ("training", training_length_text(priced.recipe, e.training)),
         *goodput_rows(expected_goodput(priced)),
+        *recovery_rows(expected_recovery(priced)),
         *islands_rows(priced.recipe, graph, e),
     ]
     if last_learning_rate_is_zero(priced.recipe.training):
@@ -442,6 +450,7 @@ def explanation_json(priced: PricedRecipe, found: PlanExplanation) -> JsonDocume
         **measurements_json(priced.recipe, priced.graph, e.strategy),
         **estimate_json(priced.name, e),
         "goodput": expected_goodput(priced),
+        "recovery": expected_recovery(priced),
         **islands_json(priced.recipe, priced.graph, e),
         "name": priced.recipe.name,
         "model": {

@@ -20,8 +20,9 @@ from shardwright.cli.estimate_command import (
     measured_run_note,
     measurement_note_lines,
     measurements_json,
+    recovery_rows,
 )
-from shardwright.cli.plan_summary import summary_lines, wrapped_lines
+from shardwright.cli.plan_summary import summary_lines, wrapped_lines, wrapped_rows
 from shardwright.cli.terminal import (
     error,
     labelled_lines,
@@ -29,6 +30,7 @@ from shardwright.cli.terminal import (
     print_refusal,
     table_lines,
 )
+from shardwright.cost.goodput import Goodput, goodput
 from shardwright.cost.prediction_errors import error_benchmark
 from shardwright.diagnostics import Refusal
 from shardwright.layout.axes import AXES, Axis, value_text
@@ -67,6 +69,7 @@ from shardwright.search.layout_comparison import (
     slower_regions,
 )
 from shardwright.search.layout_search import SearchResult, baselines, choose_layout, search
+from shardwright.search.recovery_goodput import RecoveryGoodput, recovery_goodput
 from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
 from shardwright.utils.json_values import JsonDocument, strict_json
 from shardwright.utils.number_format import GIB, format_number, rank_or_gpu
@@ -267,6 +270,7 @@ def plan_json(
 ) -> JsonDocument:
     recipe, ranked = problem.recipe, result.ranked
     best = ranked[0] if ranked else None
+    expected = None if best is None else expected_goodput(problem, best)
     document: JsonDocument = {
         "recipe": path,
         "plans": [estimate_json(path, row.estimate) for row in rows],
@@ -297,6 +301,8 @@ def plan_json(
         "target": recipe.target,
         "other_engine": None if best is None else other_engine(problem, best),
         "search_seconds": result.seconds,
+        "goodput": None if expected is None else expected[0],
+        "recovery": None if expected is None else expected[1],
     }
     if sizing is not None:
         document["sizing"] = {
@@ -306,6 +312,14 @@ def plan_json(
             "larger_batch": larger,
         }
     return document
+
+
+def expected_goodput(
+    problem: Problem, best: Estimate
+) -> tuple[Goodput | None, RecoveryGoodput | None]:
+    """Return the goodput of a layout with restarts by hand, and with `run --supervise`."""
+    by_hand = goodput(problem, best)
+    return by_hand, recovery_goodput(problem, best, by_hand)
 
 
 def _slower_region_json(region: SlowerRegion) -> JsonDocument:
@@ -348,6 +362,7 @@ def plan_summary_lines(
             other_engine(problem, result.ranked[0]),
             rejected_faster_layouts(problem.recipe, result.ranked),
         ),
+        *wrapped_rows(recovery_rows(expected_goodput(problem, result.ranked[0])[1])),
     ]
 
 
@@ -383,6 +398,7 @@ def plan_text_lines(
             for each in rejected_faster_layouts(recipe, result.ranked)
         ]
         lines += labelled_lines(islands_rows(recipe, problem.graph, best), 9)
+        lines += labelled_lines(recovery_rows(expected_goodput(problem, best)[1]), 9)
     if sizing is not None:
         lines.append(_sizing_text(recipe, sizing, batch))
         lines += [] if larger is None else [larger_batch_text(larger)]

@@ -70,6 +70,17 @@ def wrapped_lines(lines: Sequence[str]) -> list[str]:
     ]
 
 
+def wrapped_rows(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return labelled texts, broken between words at the terminal's width."""
+    width = terminal_width() - LABEL_WIDTH
+    parts = [
+        ("" if place else name, line)
+        for name, text in rows
+        for place, line in enumerate(textwrap.wrap(text, width, break_on_hyphens=False))
+    ]
+    return labelled_lines(parts, LABEL_WIDTH)
+
+
 def _fitting(variants: Variants, width: int) -> str:
     """Return the first variant that fits; the last one, shortened, where none does."""
     last = textwrap.shorten(variants[-1], max(width, 1), placeholder=" ...")

@@ -4,6 +4,7 @@ cost, what failures take, and why a layout lost."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.diloco_costs import ISLANDS, IslandsCost
@@ -21,6 +22,7 @@ from shardwright.search.cluster_sizing import (
 from shardwright.search.engine_choice import OtherEngine
 from shardwright.search.kernel_choice import ChosenKernels
 from shardwright.search.layout_comparison import SlowerRegion
+from shardwright.search.recovery_goodput import RecoveryGoodput
 from shardwright.search.rejected_faster_layouts import RejectedFasterLayout
 from shardwright.utils.number_format import (
     SECONDS_PER_DAY,
@@ -229,6 +231,30 @@ def goodput_lines(g: Goodput) -> list[str]:
         f"({_time(g.restart_seconds)} each)",
         *_better(g),
     ]
+
+
+def recovery_lines(r: RecoveryGoodput) -> list[str]:
+    """Return what `run --supervise` makes of the goodput, and for which numbers of nodes the run
+    cannot be planned again; [] where the recipe has no launch.recovery."""
+    if not r.is_configured:
+        return []
+    named = f"{r.spares} spare host{'' if r.spares == 1 else 's'}"
+    if r.fewer_nodes:
+        named += f", planned again for {_list(map(str, r.fewer_nodes))} nodes"
+    days = "" if r.expected_days is None else f", {format_days(r.expected_days)}"
+    lines = [
+        f"{r.fraction:.1%} of the time trains with `run --supervise` ({named}){days}; "
+        f"{r.fraction_by_hand:.1%} with restarts by hand",
+        f"a restart takes {_time(r.restart_seconds)} on average, by hand "
+        f"{_time(r.by_hand_seconds)}; {r.by_hand_share:.0%} of lost nodes wait for hands; with one "
+        f"spare host more {r.fraction_with_a_spare:.1%} of the time trains",
+    ]
+    return lines + [f"no plan for {n} nodes: {why}" for n, why in r.unplannable.items()]
+
+
+def _list(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _better(g: Goodput) -> list[str]:

@@ -38,6 +38,7 @@ from shardwright.report.plan_sentences import (
     goodput_lines,
     islands_cost_lines,
     not_calibrated_text,
+    recovery_lines,
     rejected_faster_text,
     slowdown_text,
     slower_region_text,
@@ -54,6 +55,7 @@ from shardwright.report.report_charts import (
 )
 from shardwright.report.run_results import MeasuredRun, read_run
 from shardwright.report.step_timeline import StepTimeline, sampled_ranks, step_timeline
+from shardwright.search.recovery_goodput import recovery_goodput
 from shardwright.utils.installation import templates_folder
 from shardwright.utils.json_values import JsonObject, JsonValue, copy_shared_fields
 from shardwright.utils.number_format import format_days, format_number
@@ -91,6 +93,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     expected = goodput(
         problem, estimate, measured=None if saves is None else saves.gbytes_per_second
     )
+    recovery = recovery_goodput(problem, estimate, expected)
     figures = PlanNumbers(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
     environment = Environment(
         loader=FileSystemLoader(templates_folder() / "report"),
@@ -117,6 +120,8 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         totals=totals,
         goodput=expected,
         goodput_lines=[] if expected is None else goodput_lines(expected),
+        recovery=recovery,
+        recovery_lines=[] if recovery is None else recovery_lines(recovery),
         predicted_goodput=goodput(problem, estimate),
         saves=saves,
         in_words=format_days,

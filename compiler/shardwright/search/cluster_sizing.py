@@ -65,7 +65,7 @@ def smaller_cluster_batch(problem: Problem, sizing: ClusterSizing) -> SmallerClu
         if nodes >= sizing.nodes or nodes in tried or batch in (0, training.global_batch_size):
             continue
         tried.add(nodes)
-        ranked = search(_with_batch(_with_nodes(problem, nodes), batch)).ranked
+        ranked = search(_with_batch(with_nodes(problem, nodes), batch)).ranked
         if ranked and ranked[0].training.days <= sizing.days_at_most:
             price = cluster.price_per_gpu_hour
             now = (
@@ -159,14 +159,14 @@ def size_cluster(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
         if nodes < fewest:
             smaller = nodes
             continue
-        sized = _with_nodes(problem, nodes)
+        sized = with_nodes(problem, nodes)
         ranked = search(sized).ranked
         seconds = (
             ranked[0].time.step_seconds if ranked else None
         )  # of the plan that would be chosen
         if seconds is not None and seconds <= limit:
             if smaller is not None and smaller_days is None:  # the bound may have skipped it
-                below = search(_with_nodes(problem, smaller)).ranked
+                below = search(with_nodes(problem, smaller)).ranked
                 smaller_days = below[0].training.days if below else None
             return sized, ClusterSizing(
                 nodes=nodes,
@@ -184,7 +184,7 @@ def size_cluster(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     raise _too_slow(days, steps, fastest, cluster)
 
 
-def _with_nodes(problem: Problem, nodes: int) -> Problem:
+def with_nodes(problem: Problem, nodes: int) -> Problem:
     section = dataclasses.replace(problem.recipe.cluster, nodes=nodes)
     recipe = dataclasses.replace(problem.recipe, cluster=section)
     return dataclasses.replace(

@@ -24,13 +24,12 @@ from shardwright.recipe.measurements import MEASURED_FILE
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import DataSection, with_resolved_kernels
 from shardwright.search.layout_search import choose_layout
+from shardwright.search.recovery_goodput import DEGREES, KEPT_PINS
 from shardwright.utils.child_processes import shardwright_command
 from shardwright.utils.file_io import parse_json, read_regular_file, write_atomically
 from shardwright.utils.json_values import strict_json
 
 PLANS_FOLDER = "run/plans"
-_DEGREES = ("tensor", "pipeline", "data", "context", "expert", "micro_batch_size")
-_KEPT = ("zero_stage", "offload", "activation_checkpointing", "memory_headroom", "expert_tensor")
 
 
 class FewerNodes:
@@ -86,8 +85,8 @@ class FewerNodes:
         key that a degree could contradict."""
         given = dict(self._document()["parallelism"] or {})
         yield {**given, "data": "auto"}
-        yield {**given, **dict.fromkeys(_DEGREES, "auto")}
-        yield {key: given[key] for key in _KEPT if key in given}
+        yield {**given, **dict.fromkeys(DEGREES, "auto")}
+        yield {key: given[key] for key in KEPT_PINS if key in given}
 
     def _document(self) -> dict[str, Any]:
         document = parse_json(read_regular_file(self.folder / RESOLVED_RECIPE))

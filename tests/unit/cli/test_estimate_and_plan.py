@@ -179,6 +179,8 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys |= {
         "rejected_faster_layouts",
         "skipped",
+        "goodput",
+        "recovery",
         "low_precision_accumulation",
         "kernels",
         "target",
