@@ -15,6 +15,7 @@ from shardwright.diagnostics.diagnostic import Diagnostic
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
 
 T = TypeVar("T")
 
@@ -43,13 +44,16 @@ def from_rank_0(make: Callable[[], T]) -> T:
     return made[0]  # type: ignore[return-value]
 
 
-def compile_folder(folder: Path) -> Plan:
+def compile_folder(
+    folder: Path, change: Callable[[Recipe], Recipe] = lambda recipe: recipe
+) -> Plan:
     """Collective: rank 0 compiles folder/recipe.yaml into the folder, and every rank reads the plan
-    there, as in a run. Raises the compile's Refusal on every rank."""
+    there, as in a run. change: what is compiled instead of the recipe. Raises the compile's Refusal
+    on every rank."""
 
     def refused() -> tuple[Diagnostic, ...]:
         try:
-            files = compile_recipe(load_recipe(folder / "recipe.yaml")).files
+            files = compile_recipe(change(load_recipe(folder / "recipe.yaml"))).files
         except Refusal as refusal:
             return refusal.diagnostics
         for name, content in files.items():

@@ -205,6 +205,10 @@ PIECES: dict[str, Piece] = {
         tests=("tests/parity/test_preference.py", "tests/parity/test_preference_trl.py"),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
     ),
+    "scores": Piece(
+        tests=("tests/parity/test_scores.py",),
+        source_paths=(*ENGINE, *DATA, "recipe/forward_only_recipe.py"),
+    ),
     "chunked-parity": Piece(
         tests=("tests/parity/test_chunked.py",),
         source_paths=(*ENGINE, *DATA),

@@ -93,6 +93,9 @@ COMMANDS: dict[str, Command] = {
     "report": Command(
         LOOK, "monitor_commands", "write a one-page HTML report of a compiled folder and its run"
     ),
+    "score": Command(
+        AFTER, "score_command", "write the log-probabilities that a model gives a recipe's data"
+    ),
     "export": Command(AFTER, "checkpoint_commands", "export a checkpoint as a Hugging Face folder"),
     "generate": Command(AFTER, "checkpoint_commands", "generate text with a trained model"),
     "calibrate": Command(

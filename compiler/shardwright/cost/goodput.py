@@ -161,10 +161,12 @@ def goodput(
 ) -> Goodput | None:
     """Estimate the goodput of a recipe's chosen layout.
 
-    Returns None where neither the steps nor every_steps is known.
+    Returns None where neither the steps nor every_steps is known, and where nothing is trained.
 
     measured: GB/s of each node, from a run's own saves
     """
+    if problem.recipe.forward_only:
+        return None
     checkpoint = problem.recipe.checkpoint
     disturbances, files, speed = _disturbances(problem, estimate, measured)
     steps, step_seconds = estimate.training.steps, estimate.time.step_seconds

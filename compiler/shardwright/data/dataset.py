@@ -317,10 +317,14 @@ def data_fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
         elif part.kind == "megatron":
             paths = [Path(f"{part.path}.idx"), Path(f"{part.path}.bin")]
         else:
-            here = prepared_folder(part, folder)
-            paths = [path for name in (MANIFEST, *_PREPARED) if (path := here / name).exists()]
+            paths = prepared_files(prepared_folder(part, folder))
         digests[str(part.path)] = files_digest(paths)
     return digests
+
+
+def prepared_files(folder: Path) -> list[Path]:
+    """Return the files that a prepared folder's sequences are read from."""
+    return [path for name in (MANIFEST, *_PREPARED) if (path := folder / name).exists()]
 
 
 def files_digest(paths: Iterable[Path], blocks: int = BLOCKS) -> str:

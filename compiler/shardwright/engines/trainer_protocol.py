@@ -147,9 +147,12 @@ class NoiseScaleTrainer(Trainer, Protocol):
 class ScoringTrainer(Trainer, Protocol):
     """Train with an engine that also tells the log-probability of each label."""
 
-    def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
+    def token_scores(self, rows: ValidationBatches, top: int = 0) -> torch.Tensor:
         """Return each token's log-probability (sequences of all examples, S) in fp32 on the CPU; 0
-        where a token is no label. Collective."""
+        where a token is no label. Collective.
+
+        top: K largest logits of each label's place too, as parallel/token_scores.py returns them
+        """
         ...
 
 
@@ -165,10 +168,13 @@ class EngineRuntime(Protocol):
 
     def open_groups(self, plan: Plan) -> None: ...
 
-    def build_trainer(self, plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+    def build_trainer(
+        self, plan: Plan, folder: Path, *, resumes: bool = False, forward_only: bool = False
+    ) -> Trainer:
         """Build the trainer.
 
         resumes: a checkpoint is loaded next, so no weights are read or initialized
+        forward_only: it never steps, so no optimizer is built
         """
         ...
 

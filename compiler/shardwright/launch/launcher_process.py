@@ -57,6 +57,7 @@ from shardwright.monitor.run_files import (
     read_status,
     write_status,
 )
+from shardwright.plan.folder_paths import SCORE_FILE
 from shardwright.plan.hostfile import read_hostfile
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.plain_secrets import secrets_of_plan
@@ -197,7 +198,7 @@ def run_folder(
     with _lock(folder) as lock, hold_run_lease(plan, folder, ended_ranks) as lease:
         chosen = choose_checkpoint(plan, folder, resume)
         print_resume_notes(chosen)
-        if chosen is None:
+        if chosen is None and not _is_scoring(folder):
             print(f"starts from {weights_summary(plan.model.weights)}")
         # Its last step was saved, and then the validation failed or the outer store was away.
         owes = chosen is not None and (
@@ -233,11 +234,18 @@ def run_folder(
         raise AssertionError("the last try returns")
 
 
+def _is_scoring(folder: Path) -> bool:
+    """Return whether the ranks score the data instead of training."""
+    return (folder / SCORE_FILE).is_file()
+
+
 def _tell_end(plan: Plan, folder: Path, attempt: int, end: LauncherEnd) -> int:
     """Print how the attempt ended; return the exit code. The launcher's own proves nothing: it is 0
     when launch.py dies by a signal."""
     status = read_status(folder)
     if status.attempt == attempt and status.status in ("done", "preempted"):
+        if _is_scoring(folder):
+            return 0
         print(f"{status.status} at step {status.step} of {plan.training.steps}")
         print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
         print(f"checkpoints  {folder / plan.checkpoint.directory}")

@@ -21,7 +21,10 @@ from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.dummy_images import DummyImage, inputs_on_device
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.parallel.preference_loss import PreferenceLoss
-from shardwright.parallel.tensor_parallel_collectives import vocabulary_parallel_cross_entropy
+from shardwright.parallel.tensor_parallel_collectives import (
+    top_log_probabilities,
+    vocabulary_parallel_cross_entropy,
+)
 
 
 class CausalLoss:
@@ -36,10 +39,13 @@ class CausalLoss:
     preference: None for the next-token objective
     scores: collects the log-probabilities of a micro-batch's labels (B, S), as they are aligned
         here, instead of a loss; None trains
+    top: with scores, K > 0 collects (B, S, 2 + 2 K) instead: log-probability, normalizer, and ids
+        and log-probabilities of the K largest logits
     """
 
     preference: PreferenceLoss | None = None
     scores: list[torch.Tensor] | None = None
+    top: int = 0
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
         """Take the group over whose ranks the vocabulary is sharded, this rank's slice from
@@ -63,8 +69,8 @@ class CausalLoss:
         """Reduce what `losses` returned for the chunks of a micro-batch. labels: with what
         else the objective reads (MicroBatch.labels_and_scores)."""
         if self.scores is not None:
-            self.scores.append(-torch.cat(losses, dim=1).detach())
-            return losses[0].sum() * 0
+            self.scores.append(torch.cat(losses, dim=1).detach())
+            return losses[0].new_zeros(())
         totals = torch.stack(losses).sum(dim=0)
         if self.preference is None:
             return totals * self.scale
@@ -80,8 +86,8 @@ class CausalLoss:
         return (values, target) if self.shifted else (values[:, :-1], target[:, 1:])
 
     def losses(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of labels that are aligned with the logits: its sum, each row's
-        (B,) for a preference, or each label's (B, S) for scores."""
+        """Return the cross-entropy of labels that are aligned with the logits: its sum, or each
+        row's (B,) for a preference. For scores, return each label's log-probability (B, S)."""
         is_whole = self.preference is None and self.scores is None
         if self.tensor_group is None:
             rows = logits.float().reshape(-1, logits.shape[-1])
@@ -98,8 +104,13 @@ class CausalLoss:
         if is_whole:
             return losses.sum()
         each = losses.reshape(target.shape)
-        # Rows are compared: rounding a sum over thousands of tokens would show.
-        return each if self.scores is not None else each.double().sum(dim=1)
+        if self.scores is None:
+            # Rows are compared: rounding a sum over thousands of tokens would show.
+            return each.double().sum(dim=1)
+        if not self.top:
+            return -each
+        largest = top_log_probabilities(logits, self.top, first=self.first, group=self.tensor_group)
+        return torch.cat([-each.unsqueeze(-1), largest], dim=-1)
 
 
 class ChunkedLoss(CausalLoss):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 
@@ -87,6 +88,13 @@ class MicroBatch:
             desirable=own(self.desirable),
             rows_per_example=1,
         )
+
+
+def label_mask(plan: Plan, block: SequenceBatch) -> npt.NDArray[np.bool_]:
+    """Return which tokens (B, S) are labels."""
+    labels = _micro_batch(block, uses_packing(plan)).labels
+    labels[:, 0] = IGNORE_INDEX  # nothing precedes a sequence's first token
+    return (labels != IGNORE_INDEX).numpy()
 
 
 def rows_per_example(plan: Plan) -> int | None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 
 from shardwright.plan.plan import Plan
@@ -279,3 +280,37 @@ def vocabulary_parallel_cross_entropy(
     """
     cross_entropy: Callable[..., torch.Tensor] = _CrossEntropy.apply
     return cross_entropy(logits, target, first, ignored, group)
+
+
+@torch.no_grad()
+def top_log_probabilities(
+    logits: torch.Tensor, k: int, *, first: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return fp32 (..., 1 + 2 k) of logits (..., V of this rank): their normalizer over the whole
+    vocabulary, then the ids of the k largest and their log-probabilities, the largest first.
+
+    Equal logits are ordered by their ids. fp32 holds an id exactly up to 2^24.
+
+    first: the vocabulary id of this rank's first logit
+    group: None for an unsharded vocabulary
+    """
+    logits = logits.float()
+    highest = logits.amax(dim=-1)
+    if group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    sums = (logits - highest.unsqueeze(-1)).exp_().sum(dim=-1)
+    values, places = logits.topk(min(k, logits.shape[-1]), dim=-1)
+    ids = (places + first).float()
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+        missing = (0, k - values.shape[-1])  # a shard may have fewer than k
+        own = torch.stack([F.pad(values, missing, value=-torch.inf), F.pad(ids, missing)])
+        shards = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, own.contiguous(), group=group)
+        values, ids = torch.cat(shards, dim=-1)
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    logarithm = sums.log().unsqueeze(-1)
+    highest = highest.unsqueeze(-1)
+    largest = (values[..., :k] - highest) - logarithm
+    return torch.cat([highest + logarithm, ids.gather(-1, order)[..., :k], largest], dim=-1)

@@ -24,23 +24,28 @@ def token_scores(
     first_token: int,
     is_counted: bool,
     device: torch.device,
+    top: int = 0,
 ) -> torch.Tensor:
     """Return each token's log-probability (sequences of all examples, S) in fp32 on the CPU; 0
     where a token is no label. Collective.
+
+    With `top` return (sequences, S, 2 + 2 top): log-probability, normalizer, and ids and
+    log-probabilities of the largest logits.
 
     length: S
     first_token: of this rank's shard of each sequence, among context ranks
     is_counted: of the tensor ranks that compute the same values, one is
     """
     each = rows.rows_per_example or 1
-    scores = torch.zeros(rows.examples, each, length, device=device)
+    width = (2 + 2 * top,) if top else ()
+    scores = torch.zeros(rows.examples, each, length, *width, device=device)
     # As in a step: an example's sequences together, or one after the other.
     passes: list[tuple[slice, Iterable[MicroBatch]]] = [(slice(0, each), rows)]
     if _reads_labels(loss):
         passes = [(slice(at, at + 1), [m.sequences_at(at) for m in rows]) for at in range(each)]
     for sequences, batches in passes:
         # Ranks of other stages compute no loss.
-        found = _label_scores(loss, forward, batches)
+        found = _label_scores(loss, forward, batches, top)
         counted = zip(rows.numbers, found, strict=True) if is_counted and found else ()
         for numbers, values in counted:
             # A label is the token after the one whose logits predict it.
@@ -56,12 +61,12 @@ def token_scores(
 
 
 def _label_scores(
-    loss: CausalLoss, forward: Forward, batches: Iterable[MicroBatch]
+    loss: CausalLoss, forward: Forward, batches: Iterable[MicroBatch], top: int = 0
 ) -> list[torch.Tensor]:
-    """Return the log-probabilities of each micro-batch's labels, as the loss aligns them."""
-    loss.scores = []
+    """Return what the loss collects of each micro-batch's labels, as it aligns them."""
+    loss.scores, loss.top = [], top
     forward(batches)
-    found, loss.scores = loss.scores, None
+    found, loss.scores, loss.top = loss.scores, None, 0
     return found
 
 

@@ -492,7 +492,8 @@ class CheckpointSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Holds a valid recipe. document: the input with extends and --set merged and every default
-    filled in, which the compiled folder stores as its resolved recipe."""
+    filled in, which the compiled folder stores as its resolved recipe. forward_only: nothing is
+    trained, as in the recipes that `score` derives."""
 
     version: int
     name: str
@@ -513,6 +514,7 @@ class Recipe:
     directory: str  # absolute folder of the recipe file: relative paths start here
     document: JsonObject
     source: Source
+    forward_only: bool = False
 
     @property
     def is_own_run(self) -> bool:

@@ -89,7 +89,7 @@ def freeze_names_exist(x: Candidate) -> Diagnostic | None:
 
 def freeze_leaves_trainable(x: Candidate) -> Diagnostic | None:
     frozen = frozen_parameter_names(x.graph, x.recipe.model.freeze)
-    if not frozen or x.recipe.lora is not None:
+    if not frozen or x.recipe.lora is not None or x.recipe.forward_only:
         return None
     all_names = {p.name for layer in x.graph.layers for p in layer.parameters}
     if any(name not in frozen and name not in x.graph.cut.untrained for name in all_names):

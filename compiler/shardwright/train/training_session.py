@@ -447,6 +447,22 @@ def begin_session(
     lease: Lease | None,
     watch: RankMonitor | None = None,
 ) -> Session:
+    """Open the process groups, begin the attempt and prepare to train.
+
+    resume, lease: as begin_attempt_on_ranks takes them
+    """
+    attempt = open_attempt(plan, folder, rank, resume, lease, watch)
+    return Session(plan, folder, rank, attempt, lease)
+
+
+def open_attempt(
+    plan: Plan,
+    folder: Path,
+    rank: int,
+    resume: str | None,
+    lease: Lease | None,
+    watch: RankMonitor | None = None,
+) -> Attempt:
     """Open the process groups and begin the attempt.
 
     resume, lease: as begin_attempt_on_ranks takes them
@@ -460,7 +476,7 @@ def begin_session(
         watch.at("reading its data and building its part of the model", 0)
     if rank == 0:
         write_status(folder, "running", attempt.number)
-    return Session(plan, folder, rank, attempt, lease)
+    return attempt
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.monitor.rank_events import RankFailed, event_object, is_secondary_failure
 from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import read_attempt_record, write_json
+from shardwright.plan.folder_paths import SCORE_FILE
 from shardwright.plan.plan import Plan, read_plan
 from shardwright.recipe.plain_secrets import secrets_of_plan
 from shardwright.train.numa_affinity import bind_to_numa_node
@@ -61,7 +62,7 @@ def main() -> NoReturn:
     unsent = restart_with_secret_environment()
     silence_torchao()
     folder = Path(sys.argv[0]).resolve().parent
-    stop = _StopRequest(folder)
+    stop = StopRequest(folder)
     rank = int(os.environ["RANK"])
     (folder / "run").mkdir(exist_ok=True)  # launch.sh by hand, in a fresh folder
     number = read_attempt_record(folder).number or 1
@@ -143,7 +144,7 @@ def _train(
     rank: int,
     watch: RankMonitor,
     lease: Lease | None,
-    stop: _StopRequest,
+    stop: StopRequest,
 ) -> int:
     """Train, and return the exit code: 0, or what a scheduler expects of a preempted run.
 
@@ -163,6 +164,13 @@ def _train(
         resume = None
     watch.join()
     watch.at("connecting to the other ranks", 0)
+    if (folder / SCORE_FILE).is_file():
+        from shardwright.train.scoring import score
+
+        score(plan, folder, rank, resume, lease, watch, stop)
+        watch.leave()
+        runtime.close_groups()
+        return 0
     from shardwright.train.training_session import begin_session
 
     session = begin_session(plan, folder, rank, resume, lease, watch)
@@ -173,7 +181,7 @@ def _train(
     return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
 
 
-def train_steps(session: Session, watch: RankMonitor, stop: _StopRequest) -> str:
+def train_steps(session: Session, watch: RankMonitor, stop: StopRequest) -> str:
     """Train every step that is left. Return done or preempted."""
     last, status = session.steps().stop - 1, "done"
     _evaluate(
@@ -201,7 +209,7 @@ def _evaluate(session: Session, watch: RankMonitor) -> None:
         session.evaluate()
 
 
-class _StopRequest:
+class StopRequest:
     """Detect preemption, by run/stop, SIGUSR1 or SIGTERM to any rank; all ranks see it in the same
     step."""
 

@@ -34,10 +34,12 @@ def open_groups(plan: Plan) -> None:
     deepspeed.init_distributed(dist_init_required=True, auto_mpi_discovery=False)
 
 
-def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+def build_trainer(
+    plan: Plan, folder: Path, *, resumes: bool = False, forward_only: bool = False
+) -> Trainer:
     from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer as build
 
-    return build(plan, folder, resumes=resumes)
+    return build(plan, folder, resumes=resumes, forward_only=forward_only)
 
 
 def close_groups() -> None:

@@ -100,8 +100,10 @@ class DeepSpeedTrainer:
     loss_fn: CausalLoss
     balance: RouterAuxLoss | None = None
 
-    def __init__(self, plan: Plan, transposed: frozenset[str]) -> None:
-        self.plan, self.transposed = plan, transposed
+    def __init__(
+        self, plan: Plan, transposed: frozenset[str], *, forward_only: bool = False
+    ) -> None:
+        self.plan, self.transposed, self._forward_only = plan, transposed, forward_only
         self.device = torch.device(get_accelerator().current_device_name())
 
     def owned_shards(self) -> Iterator[OwnedShard]:
@@ -130,7 +132,7 @@ class DeepSpeedTrainer:
             ),
         )
 
-    def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
+    def token_scores(self, rows: ValidationBatches, top: int = 0) -> torch.Tensor:
         at, s = self.plan.ranks[dist.get_rank()], self.plan.strategy
         length = self.plan.training.sequence_length
         return token_scores(
@@ -141,6 +143,7 @@ class DeepSpeedTrainer:
             first_token=at.context * (length // s.context),
             is_counted=at.tensor == 0,
             device=self.device,
+            top=top,
         )
 
     @property
@@ -178,10 +181,14 @@ class DeepSpeedTrainer:
         self, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None
     ) -> None:
         buffers = _buffers(module)
+        forward_only = self._forward_only
+        if forward_only and self.plan.strategy.zero_stage < 3:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(DTYPES[self.plan.training.precision])
         self.engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=own_optimizer(self.plan),
-            model_parameters=parameter_groups(self.plan, module),
+            optimizer=None if forward_only else own_optimizer(self.plan),
+            model_parameters=None if forward_only else parameter_groups(self.plan, module),
             config=config,
             mpu=mpu,
             dist_init_required=False,
@@ -190,7 +197,8 @@ class DeepSpeedTrainer:
         # positions. It does not move a model that is partitioned already (ZeRO-3) to the device.
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer.to(self.engine.device)
-        bind_optimizer(self.plan, self.engine, self.transposed)
+        if not forward_only:
+            bind_optimizer(self.plan, self.engine, self.transposed)
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
         """Set the loss scale and the learning rate of a step.
@@ -263,8 +271,10 @@ class DataParallelTrainer(DeepSpeedTrainer):
         config: dict[str, Any],
         filler: WeightLoader,
         experts: ExpertSharder,
+        *,
+        forward_only: bool = False,
     ) -> None:
-        super().__init__(plan, filler.transposed)
+        super().__init__(plan, filler.transposed, forward_only=forward_only)
         strategy = plan.strategy
         topology = PipeModelDataParallelTopology(
             num_pp=1, num_mp=strategy.tensor, num_dp=strategy.zero_world_size
@@ -432,8 +442,10 @@ class PipelineTrainer(DeepSpeedTrainer):
         config: dict[str, Any],
         filler: WeightLoader,
         experts: ExpertSharder,
+        *,
+        forward_only: bool = False,
     ) -> None:
-        super().__init__(plan, filler.transposed)
+        super().__init__(plan, filler.transposed, forward_only=forward_only)
         self.loss_fn = CausalLoss()
         dtype = DTYPES[plan.training.precision]
         module = build_pipeline(
@@ -493,12 +505,15 @@ class PipelineTrainer(DeepSpeedTrainer):
 # A rank's part of the model, built, and under the DeepSpeed engine that trains it.
 
 
-def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+def build_trainer(
+    plan: Plan, folder: Path, *, resumes: bool = False, forward_only: bool = False
+) -> Trainer:
     """Build the model, shard it by the plan and give it to the plan's DeepSpeed engine.
 
     The process groups exist already.
 
     resumes: a checkpoint is loaded next, so no weights are read or initialized
+    forward_only: it never steps, so no optimizer is built
     """
     patch_deepspeed()
     model, weights = open_model(plan, folder, resumes=resumes)
@@ -526,9 +541,11 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
         context, _ = own_group(members.values())
     balance = router_balance(plan, model, context)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
+    if forward_only:
+        config = _forward_only_config(config)
     kind = ContrastiveTrainer if plan.model.task_traits.compares_pairs else DataParallelTrainer
     trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else kind)(
-        plan, model, config, filler, experts
+        plan, model, config, filler, experts, forward_only=forward_only
     )
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
@@ -537,7 +554,22 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
             plan.training.objective, trainer.device, context
         )
     CONTEXT_PARALLEL.use(context, model)
-    if not resumes:
+    if not resumes and not forward_only:
         fill_fp32_masters(trainer.owned_shards(), ShardReader(plan, weights, transposed))
     TENSOR_PARALLEL_RNG.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
+
+
+def _forward_only_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an engine without an optimizer.
+
+    DeepSpeed's ZeRO 1 and 2 are optimizers alone, and so is what casts a model to bf16 or fp16 at
+    stage 0 (engine.py, _configure_bf16_optimizer): _initialize casts it.
+    """
+    left = {k: v for k, v in config.items() if k not in ("optimizer", "scheduler")}
+    zero = dict(left.get("zero_optimization") or {})
+    zero.pop("offload_optimizer", None)
+    if zero.get("stage", 0) == 3:
+        return {**left, "zero_optimization": zero}
+    own = ("bf16", "fp16", "zero_optimization", "data_types")
+    return {k: v for k, v in left.items() if k not in own}

@@ -63,7 +63,10 @@ def group_settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+def build_trainer(
+    plan: Plan, folder: Path, *, resumes: bool = False, forward_only: bool = False
+) -> Trainer:
+    assert not forward_only, "`score` runs on DeepSpeed"
     from shardwright.engines.megatron.megatron_trainer import build_trainer as build
 
     return build(plan, folder, resumes=resumes)

@@ -32,7 +32,10 @@ def open_groups(plan: Plan) -> None:
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+def build_trainer(
+    plan: Plan, folder: Path, *, resumes: bool = False, forward_only: bool = False
+) -> Trainer:
+    """Build the trainer. forward_only: its optimizer has no states where nothing is trained."""
     from shardwright.engines.reference.reference_trainer import build_trainer as build
 
     return build(plan, folder, resumes=resumes)

@@ -123,7 +123,7 @@ class ReferenceTrainer:
         preference = self.loss_fn.preference
         return {} if preference is None else preference.metrics(is_counted=True)
 
-    def token_scores(self, rows: ValidationBatches) -> torch.Tensor:
+    def token_scores(self, rows: ValidationBatches, top: int = 0) -> torch.Tensor:
         return token_scores(
             self.loss_fn,
             self._forward,
@@ -132,6 +132,7 @@ class ReferenceTrainer:
             first_token=0,
             is_counted=True,
             device=self.device,
+            top=top,
         )
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:

@@ -1,0 +1,324 @@
+"""Read and write score files: the log-probabilities that `shardwright score` computes, token by
+token.
+
+A score file is a folder: manifest.json and blocks of sequences in safetensors. Nothing here imports
+torch. S: training.sequence_length; K: `--top`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.sequences import Indices
+from shardwright.diagnostics import refusal
+from shardwright.utils.file_io import write_atomically
+
+FORMAT, MANIFEST = 1, "manifest.json"
+TRAIN, VALIDATION = "train", "validation"
+
+_DTYPES = {"I32": np.int32, "I64": np.int64, "F32": np.float32}
+_NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopScores:
+    """Hold the largest log-probabilities of some sequences, at their labels' places.
+
+    is_label: (B, S) bool. Elsewhere the other arrays are 0.
+    ids: (B, S, K) int32 token ids, the most likely first.
+    log_probabilities: (B, S, K) float32, logits minus their normalizer.
+    normalizers: (B, S) float32, the logarithm of the sum of all exponentials.
+
+    Place s has what the logits of token s - 1 say of token s: the next token's label stands there.
+    """
+
+    is_label: npt.NDArray[np.bool_]
+    ids: npt.NDArray[np.int32]
+    log_probabilities: npt.NDArray[np.float32]
+    normalizers: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Describe a block of sequences [start, stop). sha256: of its tensors' bytes."""
+
+    file: str
+    start: int
+    stop: int
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartManifest:
+    """Describe the scores of the training or of the validation data.
+
+    sequences: how many there are, an example's one after the other.
+    loss: the mean negative log-probability of a label.
+    """
+
+    sequences: int
+    tokens: int
+    loss: float
+    blocks: tuple[Block, ...]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreManifest:
+    """Describe a score file.
+
+    digests: of what DIGESTS names.
+    top: K, 0 without `--top`.
+    """
+
+    format: int
+    digests: Mapping[str, str]
+    top: int
+    sequence_length: int
+    sequences_per_example: int
+    parts: Mapping[str, PartManifest]
+
+
+DIGESTS = {
+    "weights": "the model's weights",
+    "tokenizer": "the tokenizer",
+    "template": "the chat template",
+    "data": "the data",
+    "settings": "the sequence length, the packing or the held-out share",
+    "precision": "the precision",
+}
+"""Name what each digest is of."""
+
+
+def write_block(path: Path, arrays: Arrays) -> str:
+    """Write a safetensors file whole or not at all. Return the checksum of its tensors' bytes,
+    which its metadata has too."""
+    header: dict[str, object] = {}
+    at, total, parts = 0, hashlib.sha256(), []
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array).tobytes()
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + len(data)],
+        }
+        at += len(data)
+        total.update(data)
+        parts.append(data)
+    header["__metadata__"] = {"sha256": total.hexdigest()}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for data in parts:
+            file.write(data)
+    os.replace(temporary, path)
+    return total.hexdigest()
+
+
+def read_block(path: Path) -> tuple[dict[str, npt.NDArray[np.generic]], str] | None:
+    """Map a block's arrays; None where it is absent or not what was written. Returns its checksum
+    too."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                return None
+            header = json.loads(file.read(length))
+        data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length)
+        told = str(header.pop("__metadata__")["sha256"])
+        if hashlib.sha256(data).hexdigest() != told:
+            return None
+        arrays: dict[str, npt.NDArray[np.generic]] = {}
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            arrays[name] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return arrays, told
+
+
+def pack_block(
+    is_label: npt.NDArray[np.bool_], values: npt.NDArray[np.float32], top: int
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Return a block's arrays: what its labels have, sequence by sequence.
+
+    values: (B, S) log-probabilities; with `top` (B, S, 2 + 2 K): log-probability, normalizer, ids
+        and log-probabilities of the largest
+    """
+    counts = is_label.sum(axis=1)
+    own = values[is_label]
+    found: dict[str, npt.NDArray[np.generic]] = {
+        "offsets": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        "places": np.nonzero(is_label)[1].astype(np.int32),
+        "label_log_probabilities": own[:, 0] if top else own,
+    }
+    if top:
+        found |= {
+            "normalizers": own[:, 1],
+            "ids": own[:, 2 : 2 + top].astype(np.int32),
+            "log_probabilities": own[:, 2 + top :],
+        }
+    return found
+
+
+def write_manifest(folder: Path, manifest: ScoreManifest) -> None:
+    write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1))
+
+
+def is_score_file(path: Path) -> bool:
+    """Return whether this is a folder that `shardwright score` wrote."""
+    try:
+        found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"digests", "parts", "top"} <= found.keys()
+
+
+class ScoreFile:
+    """Read a score file. Raises SW6270 where it is none, or where a block is damaged."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            found = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            if found["format"] != FORMAT:
+                raise ValueError(f"its format is {found['format']}, not {FORMAT}")
+            parts = {
+                name: PartManifest(
+                    **{**part, "blocks": tuple(Block(**block) for block in part["blocks"])}
+                )
+                for name, part in found["parts"].items()
+            }
+            self.manifest = ScoreManifest(**{**found, "parts": parts})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise refusal(
+                "SW6270",
+                f"{str(path)!r} is no score file: {error}",
+                "Give a folder that `shardwright score RECIPE -o FILE` wrote.",
+            ) from None
+
+    def check(self, expected: Mapping[str, str]) -> None:
+        """Raise SW6271 where the scores are of something else.
+
+        expected: of DIGESTS, those that must be equal
+        """
+        own = self.manifest.digests
+        differing = [name for name in expected if own.get(name) != expected[name]]
+        if differing:
+            told = "; ".join(
+                f"{DIGESTS[name]} ({name} {str(own.get(name))[:12]}, here {expected[name][:12]})"
+                for name in differing
+            )
+            raise refusal(
+                "SW6271",
+                f"the scores in {str(self.path)!r} differ from this run in {told}",
+                "Score this recipe's data again: `shardwright score RECIPE -o FILE`.",
+            )
+
+    def part(self, name: str) -> PartScores:
+        """Return the scores of TRAIN or VALIDATION."""
+        return PartScores(self.path, self.manifest, self.manifest.parts[name])
+
+
+class PartScores:
+    """Read the scores of sequences by their indices. Blocks are mapped, and checked once."""
+
+    def __init__(self, path: Path, manifest: ScoreManifest, part: PartManifest) -> None:
+        self._path, self._manifest, self._part = path, manifest, part
+        self._starts = np.array([block.start for block in part.blocks], dtype=np.int64)
+        self._arrays = functools.cache(self._read)
+
+    def __len__(self) -> int:
+        return self._part.sequences
+
+    def sums(self) -> npt.NDArray[np.float64]:
+        """Return each sequence's log-probability, in fp64."""
+        found = np.zeros(len(self))
+        for number, block in enumerate(self._part.blocks):
+            arrays = self._arrays(number)
+            owners = np.repeat(np.arange(block.start, block.stop), np.diff(arrays["offsets"]))
+            np.add.at(found, owners, arrays["label_log_probabilities"].astype(np.float64))
+        return found
+
+    def label_log_probabilities(self, sequences: Indices) -> npt.NDArray[np.float32]:
+        """Return (B, S), 0 where a token is no label."""
+        found = np.zeros((len(sequences), self._manifest.sequence_length), dtype=np.float32)
+        for row, (arrays, own) in enumerate(map(self._find, sequences.tolist())):
+            found[row, arrays["places"][own]] = arrays["label_log_probabilities"][own]
+        return found
+
+    def top(self, sequences: Indices) -> TopScores:
+        """Return the K largest of each label's place. Raises SW6270 for scores without `--top`."""
+        k = self._manifest.top
+        if not k:
+            raise refusal(
+                "SW6270",
+                f"{str(self._path)!r} has the labels' log-probabilities alone",
+                "Score again with `--top K`.",
+            )
+        shape = (len(sequences), self._manifest.sequence_length)
+        found = TopScores(
+            is_label=np.zeros(shape, dtype=np.bool_),
+            ids=np.zeros((*shape, k), dtype=np.int32),
+            log_probabilities=np.zeros((*shape, k), dtype=np.float32),
+            normalizers=np.zeros(shape, dtype=np.float32),
+        )
+        for row, (arrays, own) in enumerate(map(self._find, sequences.tolist())):
+            places = arrays["places"][own]
+            found.is_label[row, places] = True
+            found.ids[row, places] = arrays["ids"][own]
+            found.log_probabilities[row, places] = arrays["log_probabilities"][own]
+            found.normalizers[row, places] = arrays["normalizers"][own]
+        return found
+
+    def _find(self, sequence: int) -> tuple[Arrays, slice]:
+        """Return the block of a sequence, and the sequence's labels in it."""
+        number = int(np.searchsorted(self._starts, sequence, side="right")) - 1
+        arrays, at = self._arrays(number), sequence - self._part.blocks[number].start
+        first, last = arrays["offsets"][at : at + 2].tolist()
+        return arrays, slice(first, last)
+
+    def _read(self, number: int) -> Arrays:
+        block = self._part.blocks[number]
+        found = read_block(self._path / block.file)
+        if found is None or found[1] != block.sha256:
+            raise refusal(
+                "SW6270",
+                f"{str(self._path / block.file)!r} is missing or damaged: its checksum is not the "
+                "manifest's",
+                "Copy the score file again, or delete it and score again.",
+            )
+        return found[0]
+
+
+def part_manifest(blocks: Iterable[tuple[Block, Arrays]], sequences: int) -> PartManifest:
+    """Sum up the blocks of a part."""
+    total, tokens, own = 0.0, 0, []
+    for block, arrays in blocks:
+        total -= float(arrays["label_log_probabilities"].astype(np.float64).sum())
+        tokens += block.tokens
+        own.append(block)
+    return PartManifest(
+        sequences=sequences,
+        tokens=tokens,
+        loss=total / tokens if tokens else math.nan,
+        blocks=tuple(own),
+    )
