@@ -85,9 +85,11 @@ def _watch_logits() -> list[int]:
     """Positions of each chunk whose logits are made on this rank from now on."""
     seen: list[int] = []
 
-    def losses(self: CausalLoss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def losses(
+        self: CausalLoss, logits: torch.Tensor, target: torch.Tensor, *teacher: torch.Tensor
+    ) -> torch.Tensor:
         seen.append(logits.shape[1])
-        return PLAIN_LOSSES(self, logits, target)
+        return PLAIN_LOSSES(self, logits, target, *teacher)
 
     CausalLoss.losses = losses  # type: ignore[method-assign]
     return seen

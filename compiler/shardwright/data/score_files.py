@@ -13,13 +13,13 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.sequences import Indices
+from shardwright.data.sequences import Indices, SequenceBatch, SequenceDataset
 from shardwright.diagnostics import refusal
 from shardwright.utils.file_io import write_atomically
 
@@ -236,6 +236,21 @@ class ScoreFile:
     def part(self, name: str) -> PartScores:
         """Return the scores of TRAIN or VALIDATION."""
         return PartScores(self.path, self.manifest, self.manifest.parts[name])
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtSequences:
+    """Read sequences with what a teacher says of them."""
+
+    rows: SequenceDataset
+    teacher: PartScores
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Indices) -> SequenceBatch:
+        top = self.teacher.top(indices)
+        return replace(self.rows.read(indices), teacher=(top.ids, top.log_probabilities))
 
 
 class PartScores:

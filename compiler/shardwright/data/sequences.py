@@ -36,6 +36,8 @@ class SequenceBatch:
     lengths: (B,) tokens before padding; None where no sequence is padded.
     reference: (B,) float64 log-probabilities under a reference model; None without one.
     desirable: (B,) bool, of labelled completions; None for other data.
+    teacher: (B, S, K) int32 ids of a teacher's most probable tokens in each token's place, and
+        float32 log-probabilities; None without one.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -45,6 +47,7 @@ class SequenceBatch:
     lengths: npt.NDArray[np.int64] | None = None
     reference: npt.NDArray[np.float64] | None = None
     desirable: npt.NDArray[np.bool_] | None = None
+    teacher: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
 
 
 class SequenceDataset(Protocol):

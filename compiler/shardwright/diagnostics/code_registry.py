@@ -74,6 +74,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1240": "a score file that exists already",
     "SW1241": "more top tokens than the vocabulary has",
     "SW1242": "a model without tokens to score",
+    "SW1253": "distillation without a teacher",
     "SW1301": "no file is where the recipe says",
     "SW1302": "a file that the recipe names is not of the right kind",
     "SW1303": "measurements that are not the recipe's",

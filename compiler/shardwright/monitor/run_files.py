@@ -41,9 +41,9 @@ PROGRESS = "@shardwright "
 
 class MetricsLine(StepLine):
     """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. time: Unix
-    seconds at the step's end. margin, accuracy: of a preference objective. skipped: true where the
-    step made no update (monitor/skipped_batches.py); such a line has no loss. A line of an earlier
-    version lacks some."""
+    seconds at the step's end. margin, accuracy: of a preference objective. kl: of distillation.
+    skipped: true where the step made no update (monitor/skipped_batches.py); such a line has no
+    loss. A line of an earlier version lacks some."""
 
     loss: NotRequired[Figure | None]
     grad_norm: NotRequired[Figure | None]
@@ -53,6 +53,7 @@ class MetricsLine(StepLine):
     attempt: NotRequired[Count]
     margin: NotRequired[float | None]
     accuracy: NotRequired[float | None]
+    kl: NotRequired[float | None]
     time: NotRequired[Figure]
     skipped: NotRequired[bool]
 
@@ -216,21 +217,26 @@ class EvaluationWriter(JsonLinesWriter):
         predicted: int,
         seconds: float,
         own: Mapping[str, float] = MappingProxyType({}),
+        *,
+        counts_pairs: bool = False,
     ) -> None:
-        """loss: over all `predicted` tokens, or pairs where the objective has metrics of its
-        own."""
-        if own:
-            self.write_line(step=step, loss=loss, pairs=predicted, seconds=seconds, **own)
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in own.items())
-            print(f"validation at step {step}  loss {loss:.4f}  {shown}", flush=True)
-            return
-        perplexity = math.exp(min(loss, MAX_EXPONENT)) if math.isfinite(loss) else math.nan
-        self.write_line(
-            step=step, loss=loss, perplexity=perplexity, tokens=predicted, seconds=seconds
+        """Write a line, and print it.
+
+        loss: over all `predicted` tokens, or pairs
+        own: metrics of the objective
+        """
+        shown = dict(own)
+        if not counts_pairs:
+            of_tokens = own.get("next_token_loss", loss)
+            shown["perplexity"] = (
+                math.exp(min(of_tokens, MAX_EXPONENT)) if math.isfinite(of_tokens) else math.nan
+            )
+        counted: dict[str, JsonValue] = {"pairs" if counts_pairs else "tokens": predicted}
+        self.write_line(step=step, loss=loss, seconds=seconds, **counted, **shown)
+        text = "  ".join(
+            f"{name} {value:.{2 if name == 'perplexity' else 4}f}" for name, value in shown.items()
         )
-        print(
-            f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True
-        )
+        print(f"validation at step {step}  loss {loss:.4f}  {text}", flush=True)
 
 
 class SaveWriter(JsonLinesWriter):

@@ -151,12 +151,22 @@ def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     """
     if ranks == 1:
         return batch
-    shifted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
     def own(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(ranks, dim=1)[rank].contiguous()
 
-    return replace(batch, input_ids=own(batch.input_ids), labels=own(shifted), shifted=True)
+    teacher = batch.teacher
+    if teacher is not None:
+        ids, log_probabilities = (own(x.roll(-1, dims=1)) for x in teacher)
+        teacher = ids, log_probabilities
+    shifted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return replace(
+        batch,
+        input_ids=own(batch.input_ids),
+        labels=own(shifted),
+        shifted=True,
+        teacher=teacher,
+    )
 
 
 class ContextParallel:

@@ -18,6 +18,7 @@ from shardwright.models.packed_attention import packed_document_masks
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.contrastive import contrastive_loss
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.distillation_loss import DistillationLoss, top_k_divergence
 from shardwright.parallel.dummy_images import DummyImage, inputs_on_device
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.parallel.preference_loss import PreferenceLoss
@@ -25,25 +26,26 @@ from shardwright.parallel.tensor_parallel_collectives import (
     top_log_probabilities,
     vocabulary_parallel_cross_entropy,
 )
+from shardwright.recipe.objectives import ObjectiveSection
 
 
 class CausalLoss:
     """Return the scaled sum of cross-entropies of (logits (B, S, V or V/t), labels (B, S)), or
-    what `preference` makes of each row's sum.
+    what `objective` makes of them.
 
     The engine averages over micro-batches and data ranks. `scale` = micro-batches * data ranks /
     predicted tokens of the global batch corrects that mean, for the value and the gradient. Set it
     before each step.
 
     shifted: as MicroBatch.shifted of the batch
-    preference: None for the next-token objective
+    objective: None for the next-token objective
     scores: collects the log-probabilities of a micro-batch's labels (B, S), as they are aligned
         here, instead of a loss; None trains
     top: with scores, K > 0 collects (B, S, 2 + 2 K) instead: log-probability, normalizer, and ids
         and log-probabilities of the K largest logits
     """
 
-    preference: PreferenceLoss | None = None
+    objective: PreferenceLoss | DistillationLoss | None = None
     scores: list[torch.Tensor] | None = None
     top: int = 0
 
@@ -72,23 +74,36 @@ class CausalLoss:
             self.scores.append(torch.cat(losses, dim=1).detach())
             return losses[0].new_zeros(())
         totals = torch.stack(losses).sum(dim=0)
-        if self.preference is None:
+        if self.objective is None:
             return totals * self.scale
+        if isinstance(self.objective, DistillationLoss):
+            return self.objective(totals, self.scale)
         target, *beside = labels if isinstance(labels, tuple) else (labels,)
-        _, target = self._paired(target, target)
-        return self.preference(-totals, target, beside, self.scale)
+        _, target = self._paired(target, target)[:2]
+        return self.objective(-totals, target, beside, self.scale)
 
     def _paired(
         self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Align each token's values with its label."""
-        target = labels[0] if isinstance(labels, tuple) else labels
-        return (values, target) if self.shifted else (values[:, :-1], target[:, 1:])
+    ) -> tuple[torch.Tensor, ...]:
+        """Align each token's values with its label, and with what its teacher says of it."""
+        target, *beside = labels if isinstance(labels, tuple) else (labels,)
+        teacher = beside if isinstance(self.objective, DistillationLoss) else ()
+        if self.shifted:
+            return values, target, *teacher
+        return values[:, :-1], target[:, 1:], *(each[:, 1:] for each in teacher)
 
-    def losses(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def losses(
+        self, logits: torch.Tensor, target: torch.Tensor, *teacher: torch.Tensor
+    ) -> torch.Tensor:
         """Return the cross-entropy of labels that are aligned with the logits: its sum, or each
-        row's (B,) for a preference. For scores, return each label's log-probability (B, S)."""
-        is_whole = self.preference is None and self.scores is None
+        row's (B,) for a preference. With a teacher, return the sums (3,) that DistillationLoss
+        takes; for scores, each label's log-probability (B, S)."""
+        if self.scores is None and isinstance(self.objective, DistillationLoss):
+            found = top_k_divergence(
+                logits, target, *teacher, first=self.first, group=self.tensor_group
+            )
+            return torch.stack([*(x.sum() for x in found), (target != IGNORE_INDEX).sum()])
+        is_whole = self.objective is None and self.scores is None
         if self.tensor_group is None:
             rows = logits.float().reshape(-1, logits.shape[-1])
             losses = F.cross_entropy(
@@ -113,6 +128,20 @@ class CausalLoss:
         return torch.cat([-each.unsqueeze(-1), largest], dim=-1)
 
 
+def objective_loss(
+    objective: ObjectiveSection,
+    device: torch.device,
+    context_group: dist.ProcessGroup | None = None,
+) -> PreferenceLoss | DistillationLoss | None:
+    """Return what CausalLoss.objective is for a recipe's objective.
+
+    context_group: of the ranks that share each sequence; None for whole ones
+    """
+    if objective.traits.reads_preferences:
+        return PreferenceLoss(objective, device, context_group)
+    return DistillationLoss(objective, device) if objective.traits.reads_teacher else None
+
+
 class ChunkedLoss(CausalLoss):
     """Compute the same loss from hidden states (B, S, H), with one chunk of logits in memory at a
     time.
@@ -130,8 +159,8 @@ class ChunkedLoss(CausalLoss):
         # Split before the checkpoints: each then saves a view, not a copy.
         pairs = zip(*(x.split(length, dim=1) for x in self._paired(hidden, labels)), strict=True)
 
-        def chunk_losses(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return self.losses(self.tail.logits(hidden), target)
+        def chunk_losses(hidden: torch.Tensor, *target: torch.Tensor) -> torch.Tensor:
+            return self.losses(self.tail.logits(hidden), *target)
 
         # ZeRO-3 releases the head between forward and recomputation, so metadata checks would fail.
         found = [

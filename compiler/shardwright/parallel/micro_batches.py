@@ -41,6 +41,8 @@ class MicroBatch:
     reference: (B,) log-probabilities of the sequences under the reference model; None where the
         objective reads none
     desirable: (B,) bool of labelled completions; None for other data
+    teacher: (B, S, K) ids of the teacher's most probable tokens in each token's place, and their
+        log-probabilities; None without a teacher
     """
 
     input_ids: torch.Tensor
@@ -53,6 +55,7 @@ class MicroBatch:
     rows_per_example: int | None = None
     reference: torch.Tensor | None = None
     desirable: torch.Tensor | None = None
+    teacher: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def predicted(self) -> int:
@@ -67,9 +70,10 @@ class MicroBatch:
         self, device: torch.device = CPU
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return what the loss takes beside the logits: the labels; where it reads them, the
-        reference's scores, and which completions are desirable."""
+        reference's scores, which completions are desirable, and what the teacher says."""
+        read = (self.reference, self.desirable, *(self.teacher or ()))
+        beside = [x.to(device) for x in read if x is not None]
         labels = self.labels.to(device)
-        beside = [x.to(device) for x in (self.reference, self.desirable) if x is not None]
         return (labels, *beside) if beside else labels
 
     def sequences_at(self, place: int) -> MicroBatch:
@@ -279,6 +283,10 @@ def _micro_batch(
             input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank
         )
     lengths = None if block.lengths is None else torch.from_numpy(block.lengths)
+    teacher = None
+    if block.teacher is not None:
+        ids, log_probabilities = block.teacher
+        teacher = torch.from_numpy(ids), torch.from_numpy(log_probabilities)
     if not packed:
         reference, desirable = (
             None if x is None else torch.from_numpy(x) for x in (block.reference, block.desirable)
@@ -291,6 +299,7 @@ def _micro_batch(
             rows_per_example=rows_per_example,
             reference=reference,
             desirable=desirable,
+            teacher=teacher,
         )
     starts = torch.from_numpy(
         np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts
@@ -299,5 +308,9 @@ def _micro_batch(
     places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
     begins = torch.where(starts, places, 0).cummax(dim=1).values
     return MicroBatch(
-        input_ids=input_ids, labels=labels, position_ids=places - begins, lengths=lengths
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=places - begins,
+        lengths=lengths,
+        teacher=teacher,
     )

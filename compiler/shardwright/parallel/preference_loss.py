@@ -102,9 +102,11 @@ class PreferenceLoss:
         """Return the means of METRICS over the examples of all ranks since the last call.
         Collective.
 
-        is_counted: of the ranks that compute the same loss, one is
+        is_counted: of the tensor ranks that compute the same loss, one is
         """
-        total = self._sums.clone() if is_counted else torch.zeros_like(self._sums)
+        # Of the ranks that share each row, all have the whole row's value.
+        is_first = self.context_group is None or dist.get_rank(self.context_group) == 0
+        total = self._sums.clone() if is_counted and is_first else torch.zeros_like(self._sums)
         dist.all_reduce(total)
         self._sums.zero_()
         means = total[0] / total[1].clamp(min=1)

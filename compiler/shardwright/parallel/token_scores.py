@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import distributed as dist
@@ -10,6 +11,7 @@ from torch import distributed as dist
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
+from shardwright.parallel.preference_loss import PreferenceLoss
 
 Forward = Callable[[Iterable[MicroBatch]], object]
 """Runs sequences forward with the loss, without a gradient."""
@@ -41,7 +43,7 @@ def token_scores(
     scores = torch.zeros(rows.examples, each, length, *width, device=device)
     # As in a step: an example's sequences together, or one after the other.
     passes: list[tuple[slice, Iterable[MicroBatch]]] = [(slice(0, each), rows)]
-    if _reads_labels(loss):
+    if _labelled(loss) is not None:
         passes = [(slice(at, at + 1), [m.sequences_at(at) for m in rows]) for at in range(each)]
     for sequences, batches in passes:
         # Ranks of other stages compute no loss.
@@ -70,8 +72,11 @@ def _label_scores(
     return found
 
 
-def _reads_labels(loss: CausalLoss) -> bool:
-    return loss.preference is not None and loss.preference.objective.traits.reads_labels
+def _labelled(loss: CausalLoss) -> PreferenceLoss | None:
+    """Return the objective if its examples are labelled completions."""
+    found = loss.objective
+    is_labelled = isinstance(found, PreferenceLoss) and found.objective.traits.reads_labels
+    return cast(PreferenceLoss, found) if is_labelled else None
 
 
 def trained_sequences(
@@ -88,8 +93,8 @@ def trained_sequences(
     is_counted: of the tensor ranks that compute the same values, one is
     is_first_shard: of the context ranks that share each sequence, one is
     """
-    preference = loss.preference
-    if preference is None or not _reads_labels(loss):
+    preference = _labelled(loss)
+    if preference is None:
         return batches
     others = [m.sequences_at(1) for m in batches]
     found = _label_scores(loss, forward, others)

@@ -339,6 +339,20 @@ def objective_keys(view: DocumentView) -> Iterator[Diagnostic]:
             yield found("SW1227", key, message, help)
 
 
+@cross_check("training.objective.name", "training.objective.teacher")
+def distillation_has_a_teacher(view: DocumentView) -> Iterator[Diagnostic]:
+    """Check that an objective with a teacher names the teacher's file."""
+    name = view.text("training.objective.name")
+    if OBJECTIVES[name].reads_teacher and view.get("training.objective.teacher") is None:
+        yield found(
+            "SW1253",
+            "training.objective.teacher",
+            f"the objective {name} needs what a teacher says of the data",
+            "Write `teacher: FILE`, and run `shardwright score RECIPE --weights TEACHER --top 32 "
+            "-o FILE` with this recipe and the teacher's folder.",
+        )
+
+
 @cross_check("training.objective.name", "data", "validation")
 def objective_fits_data(view: DocumentView) -> Iterator[Diagnostic]:
     """Check that preference objectives have preference data, and no others have."""

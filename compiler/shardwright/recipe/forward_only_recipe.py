@@ -36,7 +36,11 @@ def forward_only_recipe(
             model.pop(key, None)
     training = _section(document, "training")
     optimizer = cast(JsonObject, training.get("optimizer") or {})
-    training = {k: v for k, v in training.items() if k != "outer"}
+    # Preferences decide what a sequence is; other objectives are for a backward pass.
+    left_out = (
+        {"outer"} if recipe.training.objective.traits.reads_preferences else {"outer", "objective"}
+    )
+    training = {k: v for k, v in training.items() if k not in left_out}
     training["optimizer"] = {"name": "adamw", "lr": optimizer.get("lr", 1e-4)}
     cluster = {k: v for k, v in _section(document, "cluster").items() if k not in _ISLAND_KEYS}
     launch = {

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.recipe_composition import GLOB_KINDS
 from shardwright.recipe.recipe_schema import dotted_key, quote_text
@@ -23,6 +23,8 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
         found += _model_folder(recipe.model.source)
     for key, data in recipe.dataset_sections():
         found += _data(data, key, recipe.training.sequence_length)
+    if recipe.training.objective.teacher is not None:
+        found += _teacher(recipe.training.objective.teacher)
     for name in ("hostfile", "setup_script"):
         path = getattr(recipe.launch, name)
         if path is not None:
@@ -30,6 +32,24 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
     # A tokenizer that follows from model.source has been reported there.
     key = ("data", "tokenizer")
     return tuple(d for d in found if d.key != key or key in recipe.source.locations)
+
+
+def _teacher(path: str) -> Iterator[Diagnostic]:
+    key: KeyPath = ("training", "objective", "teacher")
+    how = "Score this recipe's data: `shardwright score RECIPE --weights TEACHER --top 32 -o FILE`."
+    if not os.path.exists(path):
+        what = f"the score file {quote_text(path, 200)} does not exist"
+        yield _missing(key, what, path, how)
+        return
+    from shardwright.data.score_files import ScoreFile
+
+    try:
+        file = ScoreFile(path)
+    except Refusal as refusal:
+        yield _wrong_file(key, path, f"is no score file: {refusal.diagnostics[0].message}", how)
+        return
+    if not file.manifest.top:
+        yield _wrong_file(key, path, "has the labels' log-probabilities alone", how)
 
 
 def _model_folder(source: str) -> Iterator[Diagnostic]:

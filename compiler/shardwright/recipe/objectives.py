@@ -19,14 +19,15 @@ class ObjectiveTraits:
     sequences_per_example: sequences of an example that are trained on. compares_pairs: an example
     is a chosen and a rejected completion. reads_labels: an example is a completion and whether it
     is desirable, and beside it one of another prompt, of which only the log-probability is read.
-    reads_reference: the loss reads the log-probabilities of a reference model. defaults: of the
-    keys that the objective takes.
+    reads_reference: the loss reads the log-probabilities of a reference model. reads_teacher: it
+    reads another model's most probable tokens. defaults: of the keys that the objective takes.
     """
 
     sequences_per_example: int = 1
     compares_pairs: bool = False
     reads_labels: bool = False
     reads_reference: bool = False
+    reads_teacher: bool = False
     defaults: JsonObject = field(default_factory=dict)
 
     @property
@@ -61,8 +62,12 @@ OBJECTIVES: Mapping[str, ObjectiveTraits] = {
         reads_reference=True,
         defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     ),
+    "distill": ObjectiveTraits(
+        reads_teacher=True, defaults={"teacher": None, "teacher_weight": 1.0}
+    ),
 }
-"""The defaults are those of the papers; models/tasks/preference.py has the formulas."""
+"""The defaults are those of the papers; models/tasks/preference.py and
+parallel/distillation_loss.py have the formulas."""
 
 METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
 """Means over a step's pairs: implicit rewards, the share in which the chosen one's is higher, and
@@ -72,7 +77,7 @@ the two means."""
 
 OBJECTIVE_KEYS = (
     *("beta", "gamma", "label_smoothing", "average"),
-    *("desirable_weight", "undesirable_weight"),
+    *("desirable_weight", "undesirable_weight", "teacher", "teacher_weight"),
 )
 
 
@@ -87,6 +92,8 @@ class ObjectiveSection:
     average: bool | None = None
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
+    teacher: str | None = None
+    teacher_weight: float | None = None
 
     @property
     def traits(self) -> ObjectiveTraits:

@@ -37,6 +37,7 @@ _PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("data", "mixture", "*", "images", "folder"),
     ("validation", "images", "folder"),
     ("validation", "path"),
+    ("training", "objective", "teacher"),
     ("cluster", "measured"),
     ("cluster", "measured", "file"),
     ("launch", "hostfile"),

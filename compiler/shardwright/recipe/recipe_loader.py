@@ -261,6 +261,9 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
     data, validation, lora = section("data"), section("validation"), section("lora")
     objective = cast(JsonObject, training.get("objective") or {"name": NEXT_TOKEN})
     labelled = OBJECTIVES[str(objective["name"])].reads_labels
+    if objective.get("teacher") is not None:
+        teacher = absolute_path(str(objective["teacher"]), directory)
+        training["objective"] = {**objective, "teacher": teacher}
     if validation is not None:
         own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
         validation = {

@@ -534,15 +534,22 @@ STEP_CURVES = {
     "accuracy": StepCurve(
         title="Share of pairs ranked right", field="accuracy", unit="accuracy", form="0.000"
     ),
+    "kl": StepCurve(
+        title="KL divergence from the teacher", field="kl", unit="KL divergence", form="0.000"
+    ),
 }
+OF_AN_OBJECTIVE = ("margin", "accuracy", "kl")
 
 
 def step_curves_of(run: MeasuredRun | None) -> dict[str, StepCurve]:
-    """Return the curves that the run has: a preference objective has two more."""
+    """Return the curves that the run has: some objectives have their own."""
     last = None if run is None else run.drawn[-1]
-    has_pairs = last is not None and math.isfinite(last.margin)
-    own = ("margin", "accuracy")
-    return {name: curve for name, curve in STEP_CURVES.items() if has_pairs or name not in own}
+    return {
+        name: curve
+        for name, curve in STEP_CURVES.items()
+        if name not in OF_AN_OBJECTIVE
+        or (last is not None and math.isfinite(getattr(last, curve.field)))
+    }
 
 
 def step_curve_chart(run: MeasuredRun, name: str) -> Figure:

@@ -36,7 +36,8 @@ MOST_POINTS = 4_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Hold a step. margin, accuracy: of a preference objective; NaN without one."""
+    """Hold a step. margin, accuracy: of a preference objective. kl: of distillation. NaN under
+    another objective."""
 
     step: int
     loss: float
@@ -47,6 +48,7 @@ class StepMetrics:
     attempt: int
     margin: float
     accuracy: float
+    kl: float
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> StepMetrics:
@@ -61,13 +63,14 @@ class StepMetrics:
             attempt=int(row["attempt"]),
             margin=number(row.get("margin")),
             accuracy=number(row.get("accuracy")),
+            kl=number(row.get("kl")),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Hold the held-out loss after a step. perplexity: of the next-token objective. accuracy: of a
-    preference objective. NaN under the other."""
+    """Hold the held-out loss after a step. perplexity: of objectives over tokens. accuracy: of
+    those over pairs. NaN under the other."""
 
     step: int
     loss: float

@@ -65,6 +65,7 @@ from shardwright.train.secret_environment import (
     load_secret_environment,
     remove_secret_environment_file,
 )
+from shardwright.train.teacher_scores import with_teacher
 from shardwright.train.training_metrics import NonfiniteLossGuard, PerformanceSummary
 from shardwright.utils.json_values import JsonValue, canonical_hash
 from shardwright.utils.run_lease import Lease
@@ -213,6 +214,8 @@ class Session:
             if reference.are_missing:
                 reference.compute(self._trainer, self.data_rank)
             data = reference.with_scores()
+        if self.plan.training.objective.traits.reads_teacher:
+            data = with_teacher(self.plan, folder, data)
         self._batches = TrainingBatches(self.plan, data, image_processor)
         seed_dropout(self.plan, rank)
         self.done = self._saved = (
@@ -361,7 +364,14 @@ class Session:
         loss, predicted = self._trainer.evaluate(self._held_out)
         own = self._trainer.objective_metrics()
         if self._evaluations and self._tracking:
-            self._evaluations.write(self.done, loss, predicted, time.perf_counter() - began, own)
+            self._evaluations.write(
+                self.done,
+                loss,
+                predicted,
+                time.perf_counter() - began,
+                own,
+                counts_pairs=self._compares_pairs,
+            )
             curves = {"loss": loss, **own}
             self._tracking.log(
                 self.done, {f"validation_{name}": value for name, value in curves.items()}

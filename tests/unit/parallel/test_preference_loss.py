@@ -87,15 +87,15 @@ def test_pairs_that_fill_up_a_batch_do_not_count(one_process: None) -> None:
     reference = torch.randn(6, dtype=torch.float64)
     loss, first = CausalLoss(), CausalLoss()
     for each in (loss, first):
-        each.preference = PreferenceLoss(objective("dpo"), CPU)
+        each.objective = PreferenceLoss(objective("dpo"), CPU)
     found = loss(logits, (labels, reference))
     assert found.dtype == torch.float32
     assert float(found) == float(first(logits[:2], (labels[:2], reference[:2])))
-    assert loss.preference is not None and first.preference is not None
-    metrics = loss.preference.metrics(is_counted=True)
-    assert metrics == first.preference.metrics(is_counted=True)
+    assert loss.objective is not None and first.objective is not None
+    metrics = loss.objective.metrics(is_counted=True)
+    assert metrics == first.objective.metrics(is_counted=True)
     assert set(metrics) == set(METRICS) and metrics["margin"] != 0
-    assert set(loss.preference.metrics(is_counted=True).values()) == {0.0}, "they are read once"
+    assert set(loss.objective.metrics(is_counted=True).values()) == {0.0}, "they are read once"
 
 
 def test_scores_are_of_each_label() -> None:

@@ -13,6 +13,7 @@ from shardwright.recipe.recipe_types import Recipe
 from tests.unit.recipe.test_bad_input import GOOD, changed
 
 PAIRS = "{kind: preference, path: python-docstrings, tokenizer: byte}"
+TEXT = "{kind: text, path: python-stdlib, tokenizer: byte}"
 
 
 def loaded(folder: Path, objective: str | None, data: str = PAIRS) -> Recipe:
@@ -24,13 +25,32 @@ def loaded(folder: Path, objective: str | None, data: str = PAIRS) -> Recipe:
     return load_recipe(folder / "recipe.yaml")
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if OBJECTIVES[name].defaults])
+@pytest.mark.parametrize("name", [n for n in OBJECTIVES if OBJECTIVES[n].reads_preferences])
 def test_an_objective_has_its_defaults(name: str, tmp_path: Path) -> None:
     objective = loaded(tmp_path, f"{{name: {name}}}").training.objective
     for key in OBJECTIVE_KEYS:
         assert getattr(objective, key) == OBJECTIVES[name].defaults.get(key)
     given = loaded(tmp_path, f"{{name: {name}, beta: 0.7}}").training.objective
     assert given.beta == 0.7
+
+
+def test_distillation_needs_a_teacher_and_takes_other_data(tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, "{name: distill}", TEXT)
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1253" and "shardwright score" in str(diagnostic.help)
+    training = loaded(tmp_path, "{name: distill, teacher: scores/qwen}", TEXT).training
+    assert training.objective.teacher == str(tmp_path / "scores" / "qwen")
+    assert training.objective.teacher_weight == 1.0
+    assert training.sequences_of(3) == 3
+
+
+@pytest.mark.parametrize("weight", ["0", "1.01"])
+def test_the_weight_of_a_teacher_is_a_share(weight: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, f"{{name: distill, teacher: a, teacher_weight: {weight}}}", TEXT)
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.key == ("training", "objective", "teacher_weight")
 
 
 def test_batch_sizes_count_pairs(tmp_path: Path) -> None:
@@ -51,7 +71,8 @@ def test_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "data"),
     [
-        ("{name: dpo}", "{kind: text, path: python-stdlib, tokenizer: byte}"),
+        ("{name: dpo}", TEXT),
+        ("{name: distill, teacher: scores}", PAIRS),
         ("{name: next-token}", PAIRS),
     ],
 )
@@ -72,9 +93,8 @@ def test_parts_of_a_mixture_must_fit(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_the_key_is_the_same_recipe(tmp_path: Path) -> None:
-    text = "{kind: text, path: python-stdlib, tokenizer: byte}"
-    without = loaded(tmp_path, None, text).document["training"]
-    assert loaded(tmp_path, "{name: next-token}", text).document["training"] == without
+    without = loaded(tmp_path, None, TEXT).document["training"]
+    assert loaded(tmp_path, "{name: next-token}", TEXT).document["training"] == without
     assert "objective" not in str(without)
 
 

@@ -52,6 +52,7 @@ from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
     micro_batch_loss,
+    objective_loss,
     wrap_chunked_loss,
     wrap_contrastive_loss,
 )
@@ -77,7 +78,6 @@ from shardwright.parallel.model_loading import (
     scalars_to_vectors,
 )
 from shardwright.parallel.parameter_names import is_padding
-from shardwright.parallel.preference_loss import PreferenceLoss
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.tensor_parallel_collectives import TENSOR_PARALLEL_RNG
 from shardwright.parallel.token_scores import token_scores, trained_sequences
@@ -113,8 +113,9 @@ class DeepSpeedTrainer:
         return parameter_shards(self.engine.module)
 
     def objective_metrics(self) -> dict[str, float]:
-        preference = self.loss_fn.preference
-        return {} if preference is None else preference.metrics(is_counted=self._counts_loss)
+        objective = self.loss_fn.objective
+        at = self.plan.ranks[dist.get_rank()]
+        return {} if objective is None else objective.metrics(is_counted=at.tensor == 0)
 
     def _trained(self, batches: Batches) -> Batches:
         """Return the sequences of a step, or of an evaluation, that the loss is of."""
@@ -145,13 +146,6 @@ class DeepSpeedTrainer:
             device=self.device,
             top=top,
         )
-
-    @property
-    def _counts_loss(self) -> bool:
-        """Return whether this rank is the first of those that compute the same losses; on other
-        stages there are none."""
-        at = self.plan.ranks[dist.get_rank()]
-        return (at.tensor, at.context) == (0, 0)
 
     def counted(self) -> Iterator[nn.Parameter]:
         first = self.grid.get_slice_parallel_rank() == 0
@@ -549,10 +543,7 @@ def build_trainer(
     )
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
-    if plan.training.objective.traits.reads_preferences:
-        trainer.loss_fn.preference = PreferenceLoss(
-            plan.training.objective, trainer.device, context
-        )
+    trainer.loss_fn.objective = objective_loss(plan.training.objective, trainer.device, context)
     CONTEXT_PARALLEL.use(context, model)
     if not resumes and not forward_only:
         fill_fp32_masters(trainer.owned_shards(), ShardReader(plan, weights, transposed))

@@ -24,6 +24,7 @@ from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
     micro_batch_loss,
+    objective_loss,
     wrap_chunked_loss,
 )
 from shardwright.parallel.expert_parallel import micro_batch_weight, router_balance
@@ -33,7 +34,6 @@ from shardwright.parallel.low_precision_linears import convert_linears, low_prec
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import DTYPES, conv1d_to_linear, open_model
 from shardwright.parallel.parameter_names import named_buffers, named_parameters
-from shardwright.parallel.preference_loss import PreferenceLoss
 from shardwright.parallel.token_scores import token_scores, trained_sequences
 from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
@@ -70,8 +70,7 @@ class ReferenceTrainer:
         self._dtype = DTYPES[plan.training.precision]
         chunked = plan.model.loss == "chunked"
         self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
-        if plan.training.objective.traits.reads_preferences:
-            self.loss_fn.preference = PreferenceLoss(plan.training.objective, self.device)
+        self.loss_fn.objective = objective_loss(plan.training.objective, self.device)
         self.balance = router_balance(plan, model)
         if isinstance(self.loss_fn, ChunkedLoss):
             wrap_chunked_loss(model, self.loss_fn)
@@ -120,8 +119,8 @@ class ReferenceTrainer:
         return list(found)
 
     def objective_metrics(self) -> dict[str, float]:
-        preference = self.loss_fn.preference
-        return {} if preference is None else preference.metrics(is_counted=True)
+        objective = self.loss_fn.objective
+        return {} if objective is None else objective.metrics(is_counted=True)
 
     def token_scores(self, rows: ValidationBatches, top: int = 0) -> torch.Tensor:
         return token_scores(
