@@ -82,7 +82,7 @@ prove-megatron: $(LATER)/.installed ## parity, megatron_args.sh and refused layo
 $(LATER)/.installed: pyproject.toml constraints.txt
 	test -x $(LATER)/bin/python || $(PYTHON) -m venv $(LATER)
 	$(LATER)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
-	$(LATER)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[megatron]' pytest hypothesis
+	$(LATER)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[lora,megatron]' pytest hypothesis
 	touch $@
 
 prove-list: setup ## the pieces of make prove: how old each result is and how long it took

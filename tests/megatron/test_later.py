@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.engines.megatron.installed_parser import ask_installed_parser
-from tests.megatron.cases import CASES, MUON
+from tests.megatron.cases import CASES, MUON, case, cut
 from tests.megatron.test_arguments import PLANS, SMALLEST, asked, random_plans
+from tests.megatron.test_launch import check_pair, goes_on
 from tests.megatron.test_parity import check, launched
+from tests.parity.harness import Case
 from tests.unit.engines.test_megatron_muon import compiled
 
 
@@ -35,14 +37,30 @@ pytestmark = [
     ),
 ]
 AGAIN = (
-    *("tp2-sequence", "dp2", "cp2-pp2", "tied-pp2-dp2", "vpp2-pp2-tp2-sequence"),
-    *("mixtral-ep2-tp2", "gpt-oss-tp2-ep2", "deepseek-all"),
+    *("tp2-sequence", "pp2", "dp2", "cp2", "cp2-pp2", "tied-pp2-dp2", "vpp2-pp2-tp2-sequence"),
+    *("full-tp2", "partial-pp2", "modules-pp2", "vpp2-pp2-dp2-partial", "offload-dp2", "bf16-dp2"),
+    *("gpt2-tp2", "gpt2-pp2", "gpt2-dp2", "gpt2-cp2", "mixtral-ep2-tp2", "mixtral-ep2-modules"),
+    *("qwen3-moe-tp2-sequence", "qwen3-moe-pp2", "qwen3-moe-dp2", "qwen3-moe-ep2"),
+    *("qwen3-moe-ep2-cp2", "gpt-oss-tp2-ep2", "deepseek-all", "deepseek-modules"),
+    *("overlap-ep2", "overlap-ep2-vpp2-pp2"),
 )
+RECOMPUTES_SOME = case(pipeline=2, accumulation=4, checkpointing={"full": 1})
+HYBRID = case(data=2, accumulation=2, **cut())
 
 
 def test_layouts_train_as_one_plain_process(tmp_path: Path) -> None:
     for name, found in launched({name: CASES[name] for name in AGAIN}, tmp_path).items():
         check(CASES[name], found)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(RECOMPUTES_SOME, HYBRID), (HYBRID, RECOMPUTES_SOME)]
+)
+def test_checkpoints_go_on_between_gpt_model_and_hybrid_model(
+    first: Case, second: Case, tmp_path: Path
+) -> None:
+    """Ranks that recompute some layers build GPTModel, as those of 0.16 do for every layout."""
+    check_pair(goes_on(first, second, tmp_path))
 
 
 @pytest.mark.skipif(

@@ -83,6 +83,7 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     ) as copied:
         trainer = build_trainer(plan, folder)
     assert copied.call_count == (len(trainer.states.parts) if case.offload == "optimizer" else 0)
+    check_model_class(case, trainer)
     summed_in = {p.main_grad.dtype for c in trainer.engine for p in c.parameters()}
     assert summed_in == {DTYPES[plan.training.gradient_accumulation_dtype]}, summed_in
     forwards = counted_forwards(case, trainer)
@@ -107,6 +108,19 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     parallel_state.destroy_model_parallel()
     difference = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**difference, "packed": packed, "weights": weights}
+
+
+def check_model_class(case: Case, trainer: Any) -> None:
+    """Check that HybridModel is built from 0.19 on, and GPTModel where it cannot run the layout."""
+    try:
+        from megatron.core.models.hybrid import hybrid_model
+    except ImportError:  # 0.16
+        hybrid_model = None
+    recomputes_some = isinstance(case.checkpointing, dict)
+    hybrid = hybrid_model is not None and not case.expert_overlap and not recomputes_some
+    expected = "HybridModel" if hybrid else "GPTModel"
+    for chunk in trainer.engine:
+        assert expected in {type(module).__name__ for module in chunk.modules()}, expected
 
 
 def check_muon_states(plan: Plan, trainer: Any, folder: Path) -> None:
@@ -226,12 +240,14 @@ MODULES = {
 
 def counted_forwards(case: Case, trainer: Any) -> dict[str, int]:
     """Counts the forward passes of the case's recomputed modules, of each layer that has them."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
     counts: dict[str, int] = {}
     for chunk in trainer.engine:
         for path, module in chunk.named_modules():
             for name in case.checkpointing if isinstance(case.checkpointing, list) else ():
                 layer, _, rest = path.partition("decoder.layers.")[2].partition(".")
-                if layer and rest == MODULES[name]:
+                if layer and rest == MODULES[name] and not isinstance(module, IdentityOp):
                     counts[path] = 0
 
                     def count(*_: Any, path: str = path) -> None:

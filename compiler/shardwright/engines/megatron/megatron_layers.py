@@ -261,6 +261,14 @@ class LatentAttention(MLASelfAttention):
             config, size, config.kv_lora_rank + config.qk_pos_emb_head_dim
         )
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        """Project queries without a low rank as they are: 0.19 puts a norm before their projection
+        (megatron/core/transformer/mla_qk_norm_config.py:187)."""
+        resolved = super()._resolve_qk_norm_config(submodules)
+        if self.config.q_lora_rank is None:
+            resolved["linear_q_proj"] = submodules.linear_q_proj
+        return resolved
+
 
 class TransposedExpertLinear(nn.Module):
     """Apply an expert's linear as GPT-OSS stores it: the weight is (in, out), replicated over

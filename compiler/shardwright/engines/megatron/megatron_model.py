@@ -1,4 +1,4 @@
-"""Build Megatron-Core's GPTModel of a Hugging Face configuration, and map its rows to HF's."""
+"""Build Megatron-Core's model of a Hugging Face configuration, and map its rows to HF's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,22 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
+from shardwright.engines.megatron.hybrid_model import (
+    LAYERS_PER_DECODER,
+    HybridModel,
+    hybrid_arguments,
+    hybrid_model_obstacle,
+    layer_has_experts,
+    layer_pattern,
+    stack_spec,
+)
 from shardwright.engines.megatron.megatron_layers import (
     InterleavedGateUpLinear,
     LatentAttention,
@@ -122,7 +132,7 @@ def rotary_frequencies(model: nn.Module) -> RotaryFrequencies | None:
 
 
 def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
-    """Build the TransformerConfig.
+    """Build the TransformerConfig, whose is_hybrid_model says which model build_model builds.
 
     config: Hugging Face's; parallel: what the layout adds
 
@@ -143,7 +153,8 @@ def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
         "calculate_per_token_loss": True,
     }
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    return kind(**{**fixed, **settings, **parallel})
+    arguments = {**fixed, **settings, **parallel}
+    return kind(**(arguments if hybrid_model_obstacle(arguments) else hybrid_arguments(arguments)))
 
 
 def layer_spec(
@@ -177,7 +188,9 @@ def layer_spec(
     attention.core_attention = TorchCoreAttention
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = TorchNorm
+        attention.kv_layernorm = TorchNorm
+        # 0.19 refuses a norm of queries that have no low rank (mla_qk_norm_config.py:259).
+        attention.q_layernorm = TorchNorm if config.q_lora_rank else IdentityOp
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     if experts and family.has_transposed_experts:
@@ -210,8 +223,8 @@ def build_model(
     last: bool = True,
     virtual_stage: int | None = None,
     transformer_engine: bool = False,
-) -> GPTModel:
-    """Build one stage's part of the model, without values.
+) -> Any:
+    """Build one stage's part of the model, a HybridModel or a GPTModel, without values.
 
     config: Hugging Face's
     length: tokens of a sequence
@@ -225,18 +238,31 @@ def build_model(
                 f"a rotary scaling of {rotary.scaling:.6g} on a part of each query and key"
             )
         megatron.softmax_scale = megatron.kv_channels**-0.5 * rotary.scaling**2
-    block = _block_spec(megatron, family, virtual_stage, transformer_engine)
-    model = GPTModel(
-        config=megatron,
-        transformer_layer_spec=block,
-        vocab_size=padded_vocabulary(config.vocab_size, megatron.tensor_model_parallel_size),
-        max_sequence_length=config.n_positions if family.learned_positions else length,
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
-        position_embedding_type="learned_absolute" if family.learned_positions else "rope",
-        vp_stage=virtual_stage,
-    )
+    arguments = {
+        "config": megatron,
+        "vocab_size": padded_vocabulary(config.vocab_size, megatron.tensor_model_parallel_size),
+        "max_sequence_length": config.n_positions if family.learned_positions else length,
+        "pre_process": first,
+        "post_process": last,
+        "share_embeddings_and_output_weights": bool(config.tie_word_embeddings),
+        "position_embedding_type": "learned_absolute" if family.learned_positions else "rope",
+        "vp_stage": virtual_stage,
+    }
+    model: Any
+    if megatron.is_hybrid_model:
+        model = HybridModel(
+            hybrid_stack_spec=_stack_spec(megatron, family, transformer_engine),
+            hybrid_layer_pattern=layer_pattern(megatron),
+            **arguments,
+        )
+        if last and not transformer_engine:
+            model.decoder.post_layer_norm = True
+            model.decoder.final_norm = TorchNorm(
+                megatron, megatron.hidden_size, megatron.layernorm_epsilon
+            )
+    else:
+        block = _block_spec(megatron, family, virtual_stage, transformer_engine)
+        model = GPTModel(transformer_layer_spec=block, **arguments)
     if rotary is not None:
         for module in model.modules():
             if getattr(module, "rotary_pos_emb", None) is not None:
@@ -272,7 +298,7 @@ class _DropRowGradient(torch.autograd.Function):
         return gradient, None
 
 
-def freeze_padding_row(model: GPTModel, embedding: nn.Module) -> None:
+def freeze_padding_row(model: Any, embedding: nn.Module) -> None:
     """Let lookups of the padding token train nothing, as in torch.nn.Embedding.
 
     embedding: Hugging Face's input embedding, which has padding_idx
@@ -308,7 +334,7 @@ def build_model_chunks(
     length: int,
     pipeline_rank: int,
     transformer_engine: bool = False,
-) -> list[GPTModel]:
+) -> list[Any]:
     """Build the model chunks of one pipeline rank, in the order of its virtual stages."""
     last, chunks = (
         megatron.pipeline_model_parallel_size - 1,
@@ -348,19 +374,34 @@ def _block_spec(
         if layout is not None
         else range(count)
     )
-    every = config.moe_layer_freq
-    which = [
-        bool(config.num_moe_experts) and (not isinstance(every, list) or bool(every[number]))
-        for number in own
-    ]
-    specs = {
-        experts: layer_spec(config, family, experts=experts, transformer_engine=transformer_engine)
-        for experts in set(which)
-    }
+    which = [layer_has_experts(config, number) for number in own]
+    specs = _layer_specs(config, family, which, transformer_engine)
     norm = TENorm if transformer_engine else TorchNorm
     return TransformerBlockSubmodules(
         layer_specs=[specs[experts] for experts in which], layer_norm=norm
     )
+
+
+def _layer_specs(
+    config: TransformerConfig,
+    family: ModelMapping,
+    which: Iterable[bool],
+    transformer_engine: bool,
+) -> dict[bool, ModuleSpec]:
+    """Return the specs of the layers that have experts, and of those that have none."""
+    return {
+        experts: layer_spec(config, family, experts=experts, transformer_engine=transformer_engine)
+        for experts in set(which)
+    }
+
+
+def _stack_spec(
+    config: TransformerConfig, family: ModelMapping, transformer_engine: bool
+) -> ModuleSpec:
+    """Return the spec of HybridModel's stack, the same for all stages."""
+    which = [layer_has_experts(config, number) for number in range(config.num_layers)]
+    specs = _layer_specs(config, family, which, transformer_engine)
+    return stack_spec(specs, own_norm=not transformer_engine)
 
 
 def low_precision_parameters(
@@ -424,10 +465,13 @@ def parameter_ranges(
 def _source(family: ModelMapping, model: Any, path: str) -> tuple[str, RowSource, int]:
     """Return (prefix of Hugging Face's names, source of the rows, the expert's number)."""
     if not path.startswith("decoder.layers."):
+        path = path.replace("decoder.final_norm.", "decoder.final_layernorm.")  # HybridModel's
         return "", family.non_layer_weights[path], 0
     local, leaf = path.removeprefix("decoder.layers.").split(".", 1)
     leaf = local_layer_name(leaf)
     number = model.decoder.layers[int(local)].layer_number - 1
+    if model.config.is_hybrid_model:
+        number //= LAYERS_PER_DECODER
     expert = _EXPERT.search(leaf)
     leaf = _EXPERT.sub(".N.", leaf)
     return f"{family.stack}.{number}.", family.layer[leaf], int(expert[1]) if expert else 0
