@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from deepspeed import comm as dist
 
+from shardwright.compile.forward_only_recipe import forward_only_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainers import DeepSpeedTrainer, build_trainer
 from shardwright.parallel.micro_batches import ValidationBatches, label_mask
-from shardwright.recipe.forward_only_recipe import forward_only_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.train.training_session import check_parameters
 from tests.parity.cases_worker import main

@@ -205,9 +205,13 @@ PIECES: dict[str, Piece] = {
         tests=("tests/parity/test_preference.py", "tests/parity/test_preference_trl.py"),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
     ),
+    "distillation": Piece(
+        tests=("tests/parity/test_distillation.py",),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+    ),
     "scores": Piece(
-        tests=("tests/parity/test_scores.py",),
-        source_paths=(*ENGINE, *DATA, "recipe/forward_only_recipe.py"),
+        tests=("tests/parity/test_scores.py", "tests/launch/test_score.py"),
+        source_paths=(*ENGINE, *DATA, *RUN, "compile/forward_only_recipe.py"),
     ),
     "chunked-parity": Piece(
         tests=("tests/parity/test_chunked.py",),

@@ -59,13 +59,16 @@ def run_score(args: argparse.Namespace) -> int:
     _check_output(output)
     parts = output.with_name(f"{output.name}.parts")
     from shardwright.compile.compiled_folder import check_output_folder, write_folder
+    from shardwright.compile.forward_only_recipe import forward_only_recipe, with_files_of_folder
     from shardwright.plan.folder_paths import SCORE_FILE
-    from shardwright.recipe.forward_only_recipe import forward_only_recipe
+    from shardwright.plan.plan import load_plan
     from shardwright.recipe.recipe_loader import load_recipe
 
     is_compiled = args.recipe.is_dir()
     path = args.recipe / "recipe.resolved.json" if is_compiled else args.recipe
     recipe = load_recipe(path, args.overrides)
+    if is_compiled:
+        recipe = with_files_of_folder(recipe, load_plan(args.recipe), args.recipe)
     check_output_folder(parts)
     weights = _weights(args, recipe, output)
     named = [text.partition("=")[0] for text in args.overrides]

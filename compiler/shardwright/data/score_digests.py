@@ -12,6 +12,7 @@ from shardwright.data.data_preparation import prepared_folder
 from shardwright.data.data_sources import all_data_sections
 from shardwright.data.dataset import files_digest, prepared_files
 from shardwright.data.indexed_dataset import read_manifest
+from shardwright.data.score_files import is_score_file
 from shardwright.plan.plan import Plan, images_without_defaults
 from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.json_values import canonical_hash
@@ -21,19 +22,20 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
-def score_digests(plan: Plan, folder: Path) -> dict[str, str]:
+def score_digests(plan: Plan, folder: Path, model: str | None = None) -> dict[str, str]:
     """Return the digests that a score file has, each of a fixed length.
 
     folder: the compiled one, whose data is prepared
+    model: the folder of another model than the plan's
     """
     parts = list(all_data_sections(plan))
     validation = plan.validation
     split = None if validation is None else [validation.fraction, plan.training.seed]
     low_precision = None if plan.low_precision is None else plan.low_precision.format
     found = {
-        "weights": weights_digest(plan),
-        "tokenizer": [_tokenizer_digest(part, folder) for part in parts],
-        "template": [_template_digest(part, folder) for part in parts],
+        "weights": _weights_digest(plan, model or plan.model.weights_path),
+        "tokenizer": [tokenizer_digest(part, folder) for part in parts],
+        "template": [template_digest(part, folder) for part in parts],
         "data": [_data_digest(plan, part, folder) for part in parts],
         "settings": [
             [plan.training.sequence_length, split],
@@ -44,16 +46,36 @@ def score_digests(plan: Plan, folder: Path) -> dict[str, str]:
     return {name: canonical_hash(value)[:_DIGEST_CHARACTERS] for name, value in found.items()}
 
 
-def weights_digest(plan: Plan) -> object:
-    """Digest the weights that a plan starts from."""
-    if plan.model.weights_path is None:
+def reference_digests(plan: Plan, folder: Path) -> dict[str, str]:
+    """Return the digests that the scores of `training.objective.reference` must have."""
+    objective = plan.training.objective
+    assert objective.reference is not None, "the reference is the recipe's own starting weights"
+    is_file = is_score_file(Path(objective.reference))
+    model = objective.reference_model if is_file else objective.reference
+    return score_digests(plan, folder, model)
+
+
+def reference_score_file(plan: Plan, folder: Path) -> Path:
+    """Return the score file of `training.objective.reference`: itself, or where `run` puts the
+    scores of a model."""
+    reference = plan.training.objective.reference
+    assert reference is not None, "the reference is the recipe's own starting weights"
+    if is_score_file(Path(reference)):
+        return Path(reference)
+    key = canonical_hash(reference_digests(plan, folder))[:_DIGEST_CHARACTERS]
+    return folder.absolute() / "run" / "reference" / f"model-{key}"
+
+
+def _weights_digest(plan: Plan, folder: str | None) -> object:
+    """Digest a folder's weights, or those that a plan draws by its seed."""
+    if folder is None:
         return [plan.model.config_hash, plan.training.seed]
-    folder = Path(plan.model.weights_path)
-    files = [path for name in ("*.safetensors", "*.bin") for path in folder.glob(name)]
+    files = [path for name in ("*.safetensors", "*.bin") for path in Path(folder).glob(name)]
     return files_digest(sorted(files), blocks=64)
 
 
-def _tokenizer_digest(part: DataSection, folder: Path) -> object:
+def tokenizer_digest(part: DataSection, folder: Path) -> object:
+    """Digest a data section's tokenizer without its chat template."""
     if part.tokenizer in (None, "byte"):
         return part.tokenizer
     digests = {}
@@ -66,7 +88,7 @@ def _tokenizer_digest(part: DataSection, folder: Path) -> object:
     return digests
 
 
-def _template_digest(part: DataSection, folder: Path) -> object:
+def template_digest(part: DataSection, folder: Path) -> object:
     """Digest `data.template`, else the tokenizer's own."""
     if part.template is not None or part.tokenizer in (None, "byte"):
         return part.template

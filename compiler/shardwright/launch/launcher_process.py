@@ -36,6 +36,8 @@ from shardwright.checkpoint.resume_checkpoint import (
 from shardwright.checkpoint.run_attempts import last_attempt_number, move_to_attempt, record_end
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
+from shardwright.data.score_digests import reference_digests, reference_score_file
+from shardwright.data.score_files import ScoreFile
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.diagnostics.file_errors import file_error_refusal
 from shardwright.launch.launchers.job_scheduler import submit
@@ -192,6 +194,8 @@ def run_folder(
     check_folder_digests(plan, folder)
     (folder / "run").mkdir(exist_ok=True)
     plan = _prepare_data(plan, folder)
+    if code := _score_reference(plan, folder, hostfile):
+        return code
     if LAUNCHERS[plan.launch.launcher].submits:
         return submit(plan, folder, resume)
     ended_ranks = None if supervision is None else supervision.ended_ranks
@@ -232,6 +236,36 @@ def run_folder(
                 with contextlib.suppress(OSError):  # the next attempt adds it
                     record_end(plan, folder, code, ended_by_signal(folder, code))
         raise AssertionError("the last try returns")
+
+
+def _score_reference(plan: Plan, folder: Path, hostfile: Path | None) -> int:
+    """Score the data under another model than the recipe's, where it is the reference and has no
+    scores yet. Returns the exit code. Raises Refusal: SW6270, SW6271, SW6274."""
+    reference = plan.training.objective.reference
+    launcher = LAUNCHERS[plan.launch.launcher]
+    if reference is None or _is_scoring(folder) or launcher.has_separate_filesystem:
+        return 0
+    path = reference_score_file(plan, folder)
+    if path == Path(reference):
+        ScoreFile(path).check(reference_digests(plan, folder))
+        return 0
+    if path.is_dir():
+        return 0
+    if launcher.submits:
+        raise refusal(
+            "SW6274",
+            f"the reference {reference!r} has no scores yet, and {plan.launch.launcher} starts one "
+            "job",
+            f"Run `shardwright score {shlex.quote(str(folder))} --weights {shlex.quote(reference)} "
+            f"-o {shlex.quote(str(path))}` first, then this again.",
+        )
+    print(f"reference    {reference}: scored before the first step", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hosts = ["--hostfile", str(hostfile)] if hostfile else []
+    return subprocess.run(
+        shardwright_command("score", str(folder), "--weights", reference, "-o", str(path), *hosts),
+        check=False,
+    ).returncode
 
 
 def _is_scoring(folder: Path) -> bool:

@@ -25,6 +25,8 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
         found += _data(data, key, recipe.training.sequence_length)
     if recipe.training.objective.teacher is not None:
         found += _teacher(recipe.training.objective.teacher)
+    if recipe.training.objective.reference is not None:
+        found += _reference(recipe)
     for name in ("hostfile", "setup_script"):
         path = getattr(recipe.launch, name)
         if path is not None:
@@ -69,6 +71,27 @@ def _model_folder(source: str) -> Iterator[Diagnostic]:
         other = foreign_checkpoint_error(Path(source), key)
         yield other or found(
             "SW1302", key, message, "Give the folder that `save_pretrained` wrote."
+        )
+
+
+def _reference(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Check that the reference is a model's folder or a score file."""
+    objective = recipe.training.objective
+    section: KeyPath = ("training", "objective")
+    for name in ("reference", "reference_model"):
+        path: str | None = getattr(objective, name)
+        if path is None or os.path.isfile(os.path.join(path, "config.json")):
+            continue
+        if name == "reference" and os.path.isfile(os.path.join(path, "manifest.json")):
+            continue
+        key = (*section, name)
+        what = "is no folder" if not os.path.isdir(path) else "has no config.json"
+        yield found(
+            "SW1243",
+            key,
+            f"{dotted_key(key)}: {quote_text(path, 200)} {what}",
+            "Give the folder that `save_pretrained` wrote"
+            + (", or a score file." if name == "reference" else "."),
         )
 
 

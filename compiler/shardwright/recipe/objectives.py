@@ -47,8 +47,12 @@ def _pairs(*, reads_reference: bool, **defaults: float | bool) -> ObjectiveTrait
         sequences_per_example=2,
         compares_pairs=True,
         reads_reference=reads_reference,
-        defaults=dict(defaults),
+        defaults={**defaults, **(_REFERENCE_DEFAULTS if reads_reference else {})},
     )
+
+
+_REFERENCE_DEFAULTS: JsonObject = {"reference": None, "reference_model": None}
+"""None is the recipe's own starting weights."""
 
 
 OBJECTIVES: Mapping[str, ObjectiveTraits] = {
@@ -60,7 +64,12 @@ OBJECTIVES: Mapping[str, ObjectiveTraits] = {
     "kto": ObjectiveTraits(
         reads_labels=True,
         reads_reference=True,
-        defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        defaults={
+            "beta": 0.1,
+            "desirable_weight": 1.0,
+            "undesirable_weight": 1.0,
+            **_REFERENCE_DEFAULTS,
+        },
     ),
     "distill": ObjectiveTraits(
         reads_teacher=True, defaults={"teacher": None, "teacher_weight": 1.0}
@@ -77,13 +86,18 @@ the two means."""
 
 OBJECTIVE_KEYS = (
     *("beta", "gamma", "label_smoothing", "average"),
-    *("desirable_weight", "undesirable_weight", "teacher", "teacher_weight"),
+    *("desirable_weight", "undesirable_weight", "reference", "reference_model"),
+    *("teacher", "teacher_weight"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSection:
-    """Holds the objective and its keys; None for a key that the objective does not take."""
+    """Holds the objective and its keys; None for a key that the objective does not take.
+
+    reference: the absolute folder of a model or of a score file; None is the recipe's own starting
+    weights. reference_model: the folder of the model that a score file must be of.
+    """
 
     name: str
     beta: float | None = None
@@ -92,6 +106,8 @@ class ObjectiveSection:
     average: bool | None = None
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
+    reference: str | None = None
+    reference_model: str | None = None
     teacher: str | None = None
     teacher_weight: float | None = None
 

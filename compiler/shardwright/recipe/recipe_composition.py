@@ -42,6 +42,8 @@ _PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("cluster", "measured", "file"),
     ("launch", "hostfile"),
     ("launch", "setup_script"),
+    ("training", "objective", "reference"),
+    ("training", "objective", "reference_model"),
 )
 _FOLDER_OR_NAME_KEYS: tuple[tuple[str, ...], ...] = (
     ("model", "source"),

@@ -261,9 +261,6 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
     data, validation, lora = section("data"), section("validation"), section("lora")
     objective = cast(JsonObject, training.get("objective") or {"name": NEXT_TOKEN})
     labelled = OBJECTIVES[str(objective["name"])].reads_labels
-    if objective.get("teacher") is not None:
-        teacher = absolute_path(str(objective["teacher"]), directory)
-        training["objective"] = {**objective, "teacher": teacher}
     if validation is not None:
         own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
         validation = {
@@ -275,6 +272,13 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
     for key in ("hostfile", "setup_script"):
         if launch[key] is not None:
             launch[key] = absolute_path(str(launch[key]), directory)
+    if isinstance(section_of_objective := training.get("objective"), dict):
+        training["objective"] = {
+            key: absolute_path(value, directory)
+            if key in ("reference", "reference_model", "teacher") and isinstance(value, str)
+            else value
+            for key, value in section_of_objective.items()
+        }
     if launch["slurm"] is not None:
         slurm = dict(cast(JsonObject, launch["slurm"]))
         whole_node = "0" if slurm["exclusive"] else None

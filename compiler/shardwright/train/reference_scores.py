@@ -9,6 +9,7 @@ lengths are never read.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +22,10 @@ import torch
 from torch import distributed as dist
 
 from shardwright.data.dataset import Dataset, files_digest
+from shardwright.data.score_digests import reference_digests, reference_score_file
+from shardwright.data.score_files import TRAIN, VALIDATION, ScoreFile
 from shardwright.data.sequences import ScoredSequences, SequenceDataset, SubsetSequences
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.engines.trainer_protocol import ScoringTrainer, Trainer
 from shardwright.parallel.micro_batches import ValidationBatches, rows_per_example
 from shardwright.plan.plan import Plan
@@ -142,6 +145,47 @@ class ReferenceScores:
                     start=start,
                     stop=min(start + self._block_examples, len(rows)),
                 )
+
+
+def with_scores_of_file(plan: Plan, folder: Path, data: Dataset) -> Dataset:
+    """Return the data with the scores of `training.objective.reference`, which rank 0 reads.
+    Collective. Raises Refusal on every rank: SW6270, SW6271, SW6274."""
+    told: list[dict[str, Scores] | Refusal | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [_scores_of_file(plan, folder)]
+        except Refusal as refused:
+            told = [refused]
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], Refusal):
+        raise told[0]
+    scores = told[0]
+    assert scores is not None
+    held_out = data.validation
+    return replace(
+        data,
+        train=ScoredSequences(data.train, scores[TRAIN]),
+        validation=held_out and ScoredSequences(held_out, scores[VALIDATION]),
+    )
+
+
+def _scores_of_file(plan: Plan, folder: Path) -> dict[str, Scores]:
+    """Read the log-probabilities (examples, sequences of each) of each part of the data."""
+    objective = plan.training.objective
+    assert objective.reference is not None
+    path = reference_score_file(plan, folder)
+    if path != Path(objective.reference) and not path.is_dir():
+        raise refusal(
+            "SW6274",
+            f"the scores of the reference {objective.reference!r} are not in {str(path)!r}",
+            "`shardwright run` makes them. Where it does not start the ranks, run `shardwright "
+            f"score {shlex.quote(str(folder))} --weights {shlex.quote(objective.reference)} -o "
+            f"{shlex.quote(str(path))}` first.",
+        )
+    file = ScoreFile(path)
+    file.check(reference_digests(plan, folder))
+    each = rows_per_example(plan) or 1
+    return {name: file.part(name).sums().reshape(-1, each) for name in file.manifest.parts}
 
 
 def _key(plan: Plan, folder: Path, digests: Mapping[str, str]) -> str:

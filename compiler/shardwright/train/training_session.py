@@ -53,7 +53,7 @@ from shardwright.train.host_consistency import (
     check_world,
 )
 from shardwright.train.noise_scale_meter import NoiseScaleMeasurement, build_noise_scale_meter
-from shardwright.train.reference_scores import ReferenceScores
+from shardwright.train.reference_scores import ReferenceScores, with_scores_of_file
 from shardwright.train.run_attempt import (
     RANKS,
     Attempt,
@@ -200,7 +200,12 @@ class Session:
         image_processor = build_image_processor(self.plan, folder, rank)
         reference = None
         if self.plan.training.objective.traits.reads_reference:
-            reference = ReferenceScores(self.plan, folder, data, digests)
+            if self.plan.training.objective.reference is None:
+                reference = ReferenceScores(self.plan, folder, data, digests)
+            else:
+                data = with_scores_of_file(self.plan, folder, data)
+        elif self.plan.training.objective.traits.reads_teacher:
+            data = with_teacher(self.plan, folder, data)
         scores_missing = reference is not None and reference.are_missing
         self._trainer = engine_runtime(self.plan).build_trainer(
             self.plan, folder, resumes=bool(resume) and not scores_missing
@@ -214,8 +219,6 @@ class Session:
             if reference.are_missing:
                 reference.compute(self._trainer, self.data_rank)
             data = reference.with_scores()
-        if self.plan.training.objective.traits.reads_teacher:
-            data = with_teacher(self.plan, folder, data)
         self._batches = TrainingBatches(self.plan, data, image_processor)
         seed_dropout(self.plan, rank)
         self.done = self._saved = (

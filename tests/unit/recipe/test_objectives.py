@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
+from shardwright.recipe.input_file_checks import check_files
 from shardwright.recipe.objectives import OBJECTIVE_KEYS, OBJECTIVES
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
@@ -105,3 +106,43 @@ def test_a_text_says_where_a_name_goes(text: str, tmp_path: Path) -> None:
     first = refused.value.diagnostics[0]
     assert first.code == "SW1102" and "{name: dpo}" in str(first.help)
     assert "at the top of the recipe" in str(first.help)
+
+
+def test_a_reference_is_relative_to_the_recipe(tmp_path: Path) -> None:
+    objective = loaded(tmp_path, "{name: kto, reference: a, reference_model: ../b}").training
+    assert objective.objective.reference == str(tmp_path / "a")
+    assert objective.objective.reference_model == str(tmp_path.parent / "b")
+    own, bare = loaded(tmp_path, "{name: dpo, reference: null}"), loaded(tmp_path, "{name: dpo}")
+    assert own.document == bare.document
+
+
+@pytest.mark.parametrize("key", ["reference", "reference_model"])
+def test_an_objective_without_a_reference_takes_none(key: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, f"{{name: simpo, {key}: ./a}}")
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1227" and diagnostic.key == ("training", "objective", key)
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        ("reference: ./missing", "is no folder"),
+        ("reference: ./empty", "has no config.json"),
+        ("reference: ./scores, reference_model: ./scores", "has no config.json"),
+        ("reference: ./model", None),
+        ("reference: ./scores", None),
+        ("reference: ./scores, reference_model: ./model", None),
+    ],
+)
+def test_a_reference_is_a_model_or_a_score_file(
+    keys: str, wrong: str | None, tmp_path: Path
+) -> None:
+    for name, file in (("empty", None), ("model", "config.json"), ("scores", "manifest.json")):
+        (tmp_path / name).mkdir()
+        if file is not None:
+            (tmp_path / name / file).write_text("{}")
+    recipe = loaded(tmp_path, f"{{name: dpo, {keys}}}")
+    errors = [d for d in check_files(recipe) if d.code == "SW1243"]
+    assert [wrong in d.message for d in errors if wrong] == ([True] if wrong else [])
+    assert bool(errors) == (wrong is not None)

@@ -1,0 +1,117 @@
+"""Derive the recipe of a forward pass over a recipe's data: no optimizer, no gradients, a layout of
+its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from shardwright.plan.folder_paths import HOSTFILE, MODEL_DIRECTORY, SETUP_SCRIPT
+from shardwright.plan.plan import Plan
+from shardwright.recipe.recipe_loader import recipe_from_document
+from shardwright.recipe.recipe_types import DataSection, Recipe
+from shardwright.utils.json_values import JsonObject, JsonValue
+
+_ISLAND_KEYS = ("islands", "inter_island_gbits_per_second", "inter_island_latency_ms")
+_LAUNCH_KEYS_OF_TRAINING = ("recovery", "outer_store")
+
+
+def forward_only_recipe(
+    recipe: Recipe, *, weights: Path | None = None, pinned: Mapping[str, JsonValue] | None = None
+) -> Recipe:
+    """Return the recipe whose plan runs the model forward over the same sequences.
+
+    Everything is frozen, and activations are recomputed, so that the search finds no states of an
+    optimizer, no gradients and no saved activations beside the weights. Its compute and its traffic
+    are a whole multiple of a forward pass's, which orders the layouts alike.
+
+    weights: a folder of Hugging Face's that replaces the recipe's weights
+    pinned: of `parallelism`; the recipe's own layout is the training's
+    """
+    document = dict(recipe.document)
+    model = {**_section(document, "model"), "freeze": ["*"]}
+    if weights is not None:
+        model |= {"source": str(weights), "weights": "pretrained"}
+        for key in ("config", "revision", "trust_remote_code"):
+            model.pop(key, None)
+    training = _section(document, "training")
+    optimizer = cast(JsonObject, training.get("optimizer") or {})
+    # Preferences decide what a sequence is; other objectives are for a backward pass.
+    is_preference = recipe.training.objective.traits.reads_preferences
+    left_out = {"outer"} if is_preference else {"outer", "objective"}
+    training = {k: v for k, v in training.items() if k not in left_out}
+    if isinstance(objective := training.get("objective"), dict):
+        own = ("reference", "reference_model")
+        training["objective"] = {k: v for k, v in objective.items() if k not in own}
+    training["optimizer"] = {"name": "adamw", "lr": optimizer.get("lr", 1e-4)}
+    cluster = {k: v for k, v in _section(document, "cluster").items() if k not in _ISLAND_KEYS}
+    launch = {
+        k: v for k, v in _section(document, "launch").items() if k not in _LAUNCH_KEYS_OF_TRAINING
+    }
+    left = ("lora", "tracking", "extra", "checkpoint", "parallelism")
+    document = {k: v for k, v in document.items() if k not in left}
+    document |= {
+        "target": "reference" if recipe.target == "reference" else "deepspeed",
+        "model": model,
+        "cluster": cluster,
+        "training": training,
+        "launch": launch,
+        "checkpoint": {"every_steps": None},
+        "parallelism": {"activation_checkpointing": "full", **(pinned or {})},
+    }
+    derived = recipe_from_document(document, recipe.directory, recipe.source)
+    return replace(derived, forward_only=True)
+
+
+def with_files_of_folder(recipe: Recipe, plan: Plan, folder: Path) -> Recipe:
+    """Return the recipe of a compiled folder with the files that its plan names.
+
+    Its own paths are relative to the folder of the recipe file.
+
+    recipe: of recipe.resolved.json
+    """
+    document = dict(recipe.document)
+    held_out = None if plan.validation is None else plan.validation.data
+    for name, data in (("data", plan.data), ("validation", held_out)):
+        if data is not None:
+            document[name] = _planned_data(_section(document, name), data, folder)
+    model = _section(document, "model")
+    if (source := model.get("source")) is not None:
+        place = plan.model.weights_path or str(folder.absolute() / MODEL_DIRECTORY)
+        model["source"] = place
+        if model.get("trust_remote_code") == source:
+            model["trust_remote_code"] = place
+        model.pop("revision", None)
+    document["model"] = model
+    launch = _section(document, "launch")
+    for key, name in (("hostfile", HOSTFILE), ("setup_script", SETUP_SCRIPT)):
+        if launch.get(key) is not None:
+            launch[key] = str(folder.absolute() / name)
+    document["launch"] = launch
+    return recipe_from_document(document, recipe.directory, recipe.source)
+
+
+def _planned_data(
+    section: dict[str, JsonValue], data: DataSection, folder: Path
+) -> dict[str, JsonValue]:
+    """Return a data section of a recipe with the plan's paths."""
+    if data.mixture:
+        parts = cast("list[dict[str, JsonValue]]", section["mixture"])
+        planned = [
+            _planned_data(dict(part), own, folder)
+            for part, own in zip(parts, data.mixture, strict=True)
+        ]
+        return {**section, "mixture": list(planned)}
+    if data.path is not None:
+        section["path"] = data.path
+    if data.tokenizer not in (None, "byte"):
+        section["tokenizer"] = str(folder.absolute() / str(data.tokenizer))
+    if data.images is not None and isinstance(images := section.get("images"), dict):
+        section["images"] = {**images, "folder": data.images.folder}
+    return section
+
+
+def _section(document: JsonObject, name: str) -> dict[str, JsonValue]:
+    return dict(cast(JsonObject, document.get(name) or {}))
