@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.plan.folder_paths import HOSTFILE, MODEL_DIRECTORY, SETUP_SCRIPT
 from shardwright.plan.plan import Plan
+from shardwright.recipe.objectives import objective_under_own_weights
 from shardwright.recipe.recipe_loader import recipe_from_document
 from shardwright.recipe.recipe_types import DataSection, Recipe
 from shardwright.utils.json_values import JsonObject, JsonValue
@@ -43,17 +45,17 @@ def forward_only_recipe(
     left_out = {"outer"} if is_preference else {"outer", "objective"}
     training = {k: v for k, v in training.items() if k not in left_out}
     if isinstance(objective := training.get("objective"), dict):
-        own = ("reference", "reference_model")
-        training["objective"] = {k: v for k, v in objective.items() if k not in own}
+        training["objective"] = objective_under_own_weights(objective)
     training["optimizer"] = {"name": "adamw", "lr": optimizer.get("lr", 1e-4)}
     cluster = {k: v for k, v in _section(document, "cluster").items() if k not in _ISLAND_KEYS}
     launch = {
         k: v for k, v in _section(document, "launch").items() if k not in _LAUNCH_KEYS_OF_TRAINING
     }
+    scores = recipe.target in ENGINES and ENGINES[recipe.target].scores_tokens
     left = ("lora", "tracking", "extra", "checkpoint", "parallelism")
     document = {k: v for k, v in document.items() if k not in left}
     document |= {
-        "target": "reference" if recipe.target == "reference" else "deepspeed",
+        "target": recipe.target if scores else DEFAULT_TARGET,
         "model": model,
         "cluster": cluster,
         "training": training,

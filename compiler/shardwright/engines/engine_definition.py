@@ -100,6 +100,7 @@ class Engine:
     optimizers: those that the engine runs -> the engine's own names for them
     tasks: those that the engine trains models for
     objectives: those of recipe/objectives.py that the engine trains with
+    scores_tokens: its trainers return the log-probabilities of labels (ScoringTrainer)
     refusal_code: code of a value that is not among these
     refusal_reasons: recipe key of these -> why other values do not run
     rules: code -> a layout that the engine does not run
@@ -143,6 +144,7 @@ class Engine:
     transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
     tasks: frozenset[TaskName] = frozenset({"causal-lm"})
     objectives: tuple[str, ...] = (NEXT_TOKEN,)
+    scores_tokens: bool = False
     recompute_obstacle: Callable[[Candidate, RecomputeModule], str] | None = None
     types: frozenset[str] | None = None
     islands: bool = False

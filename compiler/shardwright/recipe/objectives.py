@@ -119,6 +119,11 @@ class ObjectiveSection:
 PLAIN_OBJECTIVE = ObjectiveSection(name=NEXT_TOKEN)
 
 
+def objective_under_own_weights(section: JsonObject) -> JsonObject:
+    """Return `training.objective` without another model or score file as its reference."""
+    return {key: value for key, value in section.items() if key not in _REFERENCE_DEFAULTS}
+
+
 def with_objective_defaults(document: JsonObject) -> JsonObject:
     """Fill in the keys of the chosen objective, in a recipe as written."""
     training = document.get("training")

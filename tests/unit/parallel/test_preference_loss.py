@@ -109,3 +109,20 @@ def test_scores_are_of_each_label() -> None:
     wanted = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
     wanted[0, 0] = 0
     assert torch.allclose(scores, wanted, atol=1e-6)
+
+
+def test_top_scores_have_ids_in_order_and_the_normalizer() -> None:
+    torch.manual_seed(3)
+    logits, labels = torch.randn(2, 4, 7), torch.randint(7, (2, 4))
+    logits[0, 0] = torch.tensor([1.0, 5.0, 2.0, 5.0, 5.0, 0.0, 0.0])
+    loss = CausalLoss()
+    loss.scores, loss.top = [], 3
+    loss(logits, labels)
+    [scores] = loss.scores
+    wanted = logits[:, :-1].log_softmax(-1)
+    own, normalizers, ids, largest = scores.split([1, 1, 3, 3], dim=-1)
+    assert torch.allclose(own, wanted.gather(-1, labels[:, 1:, None]), atol=1e-6)
+    assert torch.allclose(normalizers[..., 0], logits[:, :-1].logsumexp(-1), atol=1e-6)
+    assert torch.allclose(largest, wanted.topk(3).values, atol=1e-6)
+    assert torch.allclose(largest, wanted.gather(-1, ids.long()), atol=1e-6)
+    assert ids[0, 0].tolist() == [1, 3, 4], "equal ones are ordered by id"

@@ -201,6 +201,7 @@ DEEPSPEED = Engine(
     compiles_layers=True,
     tasks=frozenset({"causal-lm", "image-text-to-text", "contrastive"}),
     objectives=tuple(OBJECTIVES),
+    scores_tokens=True,
     islands=True,
     measures_noise_scale=True,
 )

@@ -99,5 +99,6 @@ REFERENCE = Engine(
     rules=RULES,  # SW1921 refuses `extra`
     tasks=frozenset({"causal-lm", "image-text-to-text"}),
     objectives=tuple(OBJECTIVES),
+    scores_tokens=True,
     automatic=False,
 )
