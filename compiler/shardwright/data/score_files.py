@@ -144,7 +144,7 @@ def read_block(path: Path) -> tuple[dict[str, npt.NDArray[np.generic]], str] | N
             header = json.loads(file.read(length))
         data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length)
         told = str(header.pop("__metadata__")["sha256"])
-        if hashlib.sha256(data).hexdigest() != told:
+        if hashlib.sha256(data.data).hexdigest() != told:
             return None
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         for name, entry in header.items():

@@ -194,8 +194,8 @@ def run_folder(
     check_folder_digests(plan, folder)
     (folder / "run").mkdir(exist_ok=True)
     plan = _prepare_data(plan, folder)
-    if code := _score_reference(plan, folder, hostfile):
-        return code
+    if failure := _score_reference(plan, folder, hostfile):
+        return failure
     if LAUNCHERS[plan.launch.launcher].submits:
         return submit(plan, folder, resume)
     ended_ranks = None if supervision is None else supervision.ended_ranks
