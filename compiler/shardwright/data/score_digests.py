@@ -13,12 +13,14 @@ from shardwright.data.data_sources import all_data_sections
 from shardwright.data.dataset import files_digest, prepared_files
 from shardwright.data.indexed_dataset import read_manifest
 from shardwright.data.score_files import is_score_file
+from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan, images_without_defaults
 from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.json_values import canonical_hash
 
 _DIGEST_CHARACTERS = 32
 TOKENIZER_CONFIG = "tokenizer_config.json"
+VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -64,6 +66,39 @@ def reference_score_file(plan: Plan, folder: Path) -> Path:
         return Path(reference)
     key = canonical_hash(reference_digests(plan, folder))[:_DIGEST_CHARACTERS]
     return folder.absolute() / "run" / "reference" / f"model-{key}"
+
+
+def check_same_tokenizer(plan: Plan, folder: Path, model: str) -> None:
+    """Raise SW6275 where a model's folder has another tokenizer than the data's.
+
+    A folder without a tokenizer, and data of token ids, tell nothing.
+    """
+    theirs = vocabulary_digest(Path(model))
+    for part in all_data_sections(plan):
+        if part.tokenizer is None or theirs is None:
+            continue
+        own = None if part.tokenizer == "byte" else vocabulary_digest(folder / part.tokenizer)
+        if own != theirs:
+            raise refusal(
+                "SW6275",
+                f"the reference {model!r} has another tokenizer than the data of {part.path!r}: "
+                "its log-probabilities would be of other tokens",
+                "Give a reference with the same vocabulary.",
+            )
+
+
+def vocabulary_digest(folder: Path) -> str | None:
+    """Digest which token has which id; None for a folder without a tokenizer."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        model, added = document.get("model") or {}, document.get("added_tokens") or []
+        ids = {token["content"]: token["id"] for token in added}
+        return canonical_hash([model.get("vocab"), model.get("merges"), ids])
+    files = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+    if not files:
+        return None
+    return canonical_hash([[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in files])
 
 
 def _weights_digest(plan: Plan, folder: str | None) -> object:

@@ -36,7 +36,11 @@ from shardwright.checkpoint.resume_checkpoint import (
 from shardwright.checkpoint.run_attempts import last_attempt_number, move_to_attempt, record_end
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
-from shardwright.data.score_digests import reference_digests, reference_score_file
+from shardwright.data.score_digests import (
+    check_same_tokenizer,
+    reference_digests,
+    reference_score_file,
+)
 from shardwright.data.score_files import ScoreFile
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.diagnostics.file_errors import file_error_refusal
@@ -240,7 +244,7 @@ def run_folder(
 
 def _score_reference(plan: Plan, folder: Path, hostfile: Path | None) -> int:
     """Score the data under another model than the recipe's, where it is the reference and has no
-    scores yet. Returns the exit code. Raises Refusal: SW6270, SW6271, SW6274."""
+    scores yet. Returns the exit code. Raises Refusal: SW6270, SW6271, SW6274, SW6275."""
     reference = plan.training.objective.reference
     launcher = LAUNCHERS[plan.launch.launcher]
     if reference is None or _is_scoring(folder) or launcher.has_separate_filesystem:
@@ -249,6 +253,7 @@ def _score_reference(plan: Plan, folder: Path, hostfile: Path | None) -> int:
     if path == Path(reference):
         ScoreFile(path).check(reference_digests(plan, folder))
         return 0
+    check_same_tokenizer(plan, folder, reference)
     if path.is_dir():
         return 0
     if launcher.submits:

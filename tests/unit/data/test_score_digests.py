@@ -14,12 +14,14 @@ from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.data.data_preparation import prepare
 from shardwright.data.score_digests import (
     TOKENIZER_CONFIG,
+    check_same_tokenizer,
     reference_digests,
     reference_score_file,
     score_digests,
     template_digest,
     tokenizer_digest,
 )
+from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 
@@ -111,3 +113,28 @@ def test_the_chat_template_is_no_part_of_the_tokenizer(tmp_path: Path) -> None:
     assert other[0] == tokenizer and other[1] != template
     named = replace(part, template="d")
     assert template_digest(named, tmp_path) == "d"
+
+
+def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    plan, _ = prepared(tmp_path / "a")
+    own = replace(plan, data=replace(plan.data, tokenizer="tokenizer"), validation=None)
+    here, other = tmp_path / "tokenizer", tmp_path / "other"
+
+    def written(folder: Path, **vocabulary: int) -> None:
+        folder.mkdir(exist_ok=True)
+        added = [{"content": "<s>", "id": 7, "special": True}]
+        document = {"model": {"vocab": vocabulary, "merges": []}, "added_tokens": added}
+        (folder / "tokenizer.json").write_text(json.dumps(document))
+
+    written(here, a=0, b=1)
+    other.mkdir()
+    check_same_tokenizer(own, tmp_path, str(other))  # it has none
+    written(other, b=1, a=0)
+    check_same_tokenizer(own, tmp_path, str(other))
+    written(other, a=1, b=0)
+    for each in (own, plan):  # the latter's data is bytes
+        with pytest.raises(Refusal, match="SW6275"):
+            check_same_tokenizer(each, tmp_path, str(other))
+    check_same_tokenizer(
+        replace(own, data=replace(plan.data, tokenizer=None)), tmp_path, str(other)
+    )
