@@ -91,7 +91,7 @@ def sequence(cut: bool) -> None:
     with ranks(2, tensor_model_parallel_size=2):
         parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": cut}
         model = build_model(config, transformer_config(config, **parallel), None, length=8)
-        layer = model.decoder.layers[0].mlp
+        layer = model.decoder.layers[-1].mlp
         layer.train()
         layer(torch.zeros(4, 1, config.hidden_size))
 
