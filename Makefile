@@ -77,7 +77,7 @@ prove: setup ## the full counts in pieces; those whose result in benchmarks/ is 
 LATER := build/megatron-3.12
 
 prove-megatron: $(LATER)/.installed ## parity, megatron_args.sh and refused layouts with Megatron-Core 0.19, under Python 3.12: make prove-megatron PYTHON=python3.12
-	$(LATER)/bin/python -m pytest -p no:cacheprovider -m launch tests/megatron/test_later.py 'tests/megatron/test_arguments.py::test_megatron_refuses_what_its_parser_lets_through'
+	$(LATER)/bin/python -m pytest -p no:cacheprovider -m launch tests/megatron/test_later.py tests/megatron/test_proof.py tests/megatron/test_transformer_engine.py tests/megatron/test_low_precision.py 'tests/megatron/test_arguments.py::test_megatron_refuses_what_its_parser_lets_through'
 
 $(LATER)/.installed: pyproject.toml constraints.txt
 	test -x $(LATER)/bin/python || $(PYTHON) -m venv $(LATER)

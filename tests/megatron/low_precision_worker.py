@@ -60,6 +60,8 @@ def computed(document: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         }
         for layer in model.decoder.layers
     ]
+    if settings.is_hybrid_model:
+        layers = [one | other for one, other in zip(layers[::2], layers[1::2], strict=True)]
     counted = megatron_model.low_precision_parameters(settings, [model])
     pieces = megatron_model.parameter_ranges(named, model, tensor_rank=0, tied={})
     held = {piece.name for piece in pieces if piece.parameter in counted}

@@ -249,7 +249,18 @@ class GatheredWeightLinear(nn.Module):
         return F.linear(x, weight), None
 
 
-class LatentAttention(MLASelfAttention):
+class PlainQueryAttention(MLASelfAttention):
+    """Project queries without a low rank as they are: 0.19 puts a norm before their projection
+    (megatron/core/transformer/mla_qk_norm_config.py:187)."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        resolved = super()._resolve_qk_norm_config(submodules)
+        if self.config.q_lora_rank is None:
+            resolved["linear_q_proj"] = submodules.linear_q_proj
+        return resolved
+
+
+class LatentAttention(PlainQueryAttention):
     """Replace the down projections of multi-latent attention by GatheredWeightLinear."""
 
     def __init__(self, config: Any, *args: Any, **more: Any) -> None:
@@ -260,14 +271,6 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = GatheredWeightLinear(
             config, size, config.kv_lora_rank + config.qk_pos_emb_head_dim
         )
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Project queries without a low rank as they are: 0.19 puts a norm before their projection
-        (megatron/core/transformer/mla_qk_norm_config.py:187)."""
-        resolved = super()._resolve_qk_norm_config(submodules)
-        if self.config.q_lora_rank is None:
-            resolved["linear_q_proj"] = submodules.linear_q_proj
-        return resolved
 
 
 class TransposedExpertLinear(nn.Module):

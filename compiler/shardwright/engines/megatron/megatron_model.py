@@ -37,6 +37,7 @@ from shardwright.engines.megatron.hybrid_model import (
 from shardwright.engines.megatron.megatron_layers import (
     InterleavedGateUpLinear,
     LatentAttention,
+    PlainQueryAttention,
     TorchCoreAttention,
     TorchNorm,
     TransposedExpertLinear,
@@ -169,12 +170,15 @@ def layer_spec(
     experts: the layer is a mixture of experts
     """
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts if experts else None,
             moe_grouped_gemm=experts,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
         )
+        if config.multi_latent_attention:
+            spec.submodules.self_attention.module = PlainQueryAttention
+        return spec
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=False,

@@ -37,11 +37,18 @@ def _normed(x: torch.Tensor, weight: Any, bias: Any, eps: float, centred: bool) 
 
 class RMSNorm(nn.Module):
     def __init__(
-        self, hidden_size: int, eps: float, zero_centered_gamma: bool, **more: Any
+        self,
+        normalized_shape: int | None = None,
+        *,
+        eps: float,
+        zero_centered_gamma: bool,
+        hidden_size: int | None = None,  # its name in older calls
+        **more: Any,
     ) -> None:
         super().__init__()
         self.eps, self.centred = eps, zero_centered_gamma
-        self.weight = _parameter(hidden_size, like=more)
+        self.size = normalized_shape or hidden_size or 0
+        self.weight = _parameter(self.size, like=more)
         self.bias: nn.Parameter | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,11 +56,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    def __init__(
-        self, hidden_size: int, eps: float, zero_centered_gamma: bool, **more: Any
-    ) -> None:
-        super().__init__(hidden_size, eps, zero_centered_gamma, **more)
-        self.bias = _parameter(hidden_size, like=more)
+    def __init__(self, *sizes: int, **more: Any) -> None:
+        super().__init__(*sizes, **more)
+        self.bias = _parameter(self.size, like=more)
 
 
 def _note_recipe(module: nn.Module) -> None:
@@ -66,7 +71,7 @@ def _note_recipe(module: nn.Module) -> None:
 class Fp8Padding(nn.Module):
     """Pads each expert's tokens to whole blocks: here none is needed."""
 
-    def __init__(self, num_gemms: int) -> None:
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
 
     def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, list[int]]:

@@ -18,3 +18,6 @@ def fp8_autocast(*, enabled: bool, fp8_recipe: Any, fp8_group: object) -> Iterat
     recipes.append(fp8_recipe)
     yield
     recipes.pop()
+
+
+fp8_model_init = fp8_autocast
