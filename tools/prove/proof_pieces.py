@@ -408,7 +408,7 @@ PIECES: dict[str, Piece] = {
         areas=("faults",),
     ),
     "recovery": Piece(
-        tests=("tests/launch/test_supervised.py",),
+        tests=("tests/launch/test_supervised.py", "tests/launch/test_memory_copies.py"),
         source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
     ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), source_paths=("layout",)),

@@ -267,6 +267,21 @@ def _read_fragment(
     states: tuple[str, ...],
     splits: dict[str, ParameterSharding],
 ) -> None:
+    for state in states:
+        values = f.states[state]
+        values.copy_(_range_of_fragment(plan, trainer, reader, f, state, values.numel(), splits))
+
+
+def _range_of_fragment(
+    plan: Plan,
+    trainer: Trainer,
+    reader: CheckpointReader,
+    f: OwnedShard,
+    state: str,
+    numel: int,
+    splits: dict[str, ParameterSharding],
+) -> torch.Tensor:
+    """Return the checkpoint's values of one state of a shard of this rank, 1-D."""
     at = plan.ranks[dist.get_rank()]
     split = splits.get(f.name) or replicated_split(plan, f.name, f.shard_shape, trainer)
     part = (
@@ -274,18 +289,41 @@ def _read_fragment(
         if plan.expert_shard_count(f.name) > 1
         else ALL_EXPERTS
     )
-    for state in states:
-        values = f.states[state]
-        values.copy_(
-            reader.fragment(f.name, state, split, at.tensor, f.start, values.numel(), part)
-        )
+    return reader.fragment(f.name, state, split, at.tensor, f.start, numel, part)
 
 
-def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
-    """Load a checkpoint of any layout (collective); return its step. Raises SW6201."""
+class _FileNumbers(CheckpointReader):
+    """Collect the numbers of the files that reads would touch, without reading them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.numbers: set[int] = set()
+
+    def _read(self, number: int, key: str, first: int, last: int) -> torch.Tensor:
+        self.numbers.add(number)
+        return torch.empty(last - first, device="meta")
+
+
+def read_file_numbers(plan: Plan, trainer: Trainer, checkpoint: Path) -> set[int]:
+    """Return the numbers of the manifest's files that this rank reads. Raises SW6201."""
+    splits = parameter_splits(plan, trainer.transposed)
+    reader = _FileNumbers(checkpoint)
+    with reader:
+        for f in trainer.owned_shards():
+            for state, values in f.states.items():
+                _range_of_fragment(plan, trainer, reader, f, state, values.numel(), splits)
+        return reader.numbers
+
+
+def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path, *, fetches: bool = True) -> int:
+    """Load a checkpoint of any layout (collective); return its step. Raises SW6201.
+
+    fetches: files that this host lacks are copied from checkpoint.upload_to
+    """
     rank, splits = dist.get_rank(), parameter_splits(plan, trainer.transposed)
     if (
-        plan.checkpoint.upload_to
+        fetches
+        and plan.checkpoint.upload_to
         and plan.ranks[rank].slot == 0
         and damage(checkpoint, contents=False)
     ):

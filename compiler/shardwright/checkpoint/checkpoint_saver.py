@@ -178,7 +178,7 @@ def save_checkpoint(
 
     for mine in leads:
         _run_on_every_rank(begin if mine else lambda: None, partial)
-    rank_files = _run_on_every_rank(lambda: _write_rank(plan, trainer, partial, rank), partial)
+    rank_files = _run_on_every_rank(lambda: write_rank(plan, trainer, partial, rank), partial)
     _run_on_every_rank(
         lambda: (
             _finish(plan, folder, trainer, partial, step, rank_files, origin) if rank == 0 else None
@@ -275,7 +275,7 @@ def _upload(
                 phase()
         except Refusal as refused:
             error = refused.diagnostics[0]
-        if diagnostics := [d for d in _all_gather(error) if d is not None]:
+        if diagnostics := [d for d in gather_from_ranks(error) if d is not None]:
             return Refusal(diagnostics[0])
     return None
 
@@ -306,7 +306,7 @@ def _run_on_every_rank(work: Any, partial: Path, code: str = "SW6205") -> list[A
         mine: tuple[Any, str | None] = (work(), None)
     except (OSError, SafetensorError) as error:
         mine = (None, (error.strerror if isinstance(error, OSError) else None) or str(error))
-    everyone = _all_gather(mine)
+    everyone = gather_from_ranks(mine)
     failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
     if not failed:
         return [value for value, _ in everyone]
@@ -321,14 +321,14 @@ def _run_on_every_rank(work: Any, partial: Path, code: str = "SW6205") -> list[A
     )
 
 
-def _all_gather(mine: Any) -> list[Any]:
+def gather_from_ranks(mine: Any) -> list[Any]:
     """Gather an object from every rank, in order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
-def _write_rank(
+def write_rank(
     plan: Plan, trainer: Trainer, partial: Path, rank: int
 ) -> tuple[list[WrittenFragment], WrittenFiles]:
     """Write this rank's files; return their fragments and the files."""
@@ -416,7 +416,7 @@ def _finish(
         if (folder / part).is_dir():
             shutil.copytree(folder / part, partial / part)
     (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
-    write_manifest(partial, _manifest(plan, trainer, step, rank_files, origin))
+    write_manifest(partial, build_manifest(plan, trainer, step, rank_files, origin))
     rest = [
         path
         for part in ("model", "tokenizer")
@@ -434,7 +434,7 @@ def _finish(
     _flush(partial)
 
 
-def _manifest(
+def build_manifest(
     plan: Plan,
     trainer: Trainer,
     step: int,

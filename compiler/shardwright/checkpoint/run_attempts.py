@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright.checkpoint.checkpoint_storage import published_steps
@@ -28,6 +29,7 @@ from shardwright.monitor.run_files import (
     read_json,
     read_status,
     refresh_attempts,
+    write_attempt_record,
 )
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_lines import append_line, read_json_lines
@@ -65,6 +67,20 @@ def record_start(
         "discarded_seconds": round(discarded_seconds(folder, step), 3),
     }
     append_line(folder / ATTEMPTS_FILE, line)
+
+
+def record_memory_resume(folder: Path, number: int, step: int) -> None:
+    """Write down that the ranks went on from a copy in memory, newer than the checkpoint that the
+    attempt began with. Raises OSError."""
+    line: JsonObject = {
+        "event": "resume",
+        "attempt": number,
+        "step": step,
+        "memory": True,
+        "discarded_seconds": round(discarded_seconds(folder, step), 3),
+    }
+    append_line(folder / ATTEMPTS_FILE, line)
+    write_attempt_record(folder, replace(read_attempt_record(folder), memory_step=step))
 
 
 def layout_text(plan: Plan) -> str:

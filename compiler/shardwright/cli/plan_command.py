@@ -45,6 +45,7 @@ from shardwright.report.plan_sentences import (
     flops_source_text,
     larger_batch_text,
     low_precision_accumulation_text,
+    memory_copy_text,
     not_calibrated_text,
     other_engine_text,
     rejected_faster_text,
@@ -322,6 +323,15 @@ def expected_goodput(
     return by_hand, recovery_goodput(problem, best, by_hand)
 
 
+def _expected_rows(problem: Problem, best: Estimate) -> list[tuple[str, str]]:
+    """Return (name, text) rows of what the recipe's own copies in memory cost, and of what its
+    launch.recovery is worth; [] where it has neither."""
+    by_hand, recovery = expected_goodput(problem, best)
+    copies = by_hand and by_hand.memory
+    rows = [("memory", memory_copy_text(copies))] if copies else []
+    return [*rows, *recovery_rows(recovery)]
+
+
 def _slower_region_json(region: SlowerRegion) -> JsonDocument:
     fields = dataclasses.asdict(region)
     del fields["where"]
@@ -362,7 +372,7 @@ def plan_summary_lines(
             other_engine(problem, result.ranked[0]),
             rejected_faster_layouts(problem.recipe, result.ranked),
         ),
-        *wrapped_rows(recovery_rows(expected_goodput(problem, result.ranked[0])[1])),
+        *wrapped_rows(_expected_rows(problem, result.ranked[0])),
     ]
 
 
@@ -398,7 +408,7 @@ def plan_text_lines(
             for each in rejected_faster_layouts(recipe, result.ranked)
         ]
         lines += labelled_lines(islands_rows(recipe, problem.graph, best), 9)
-        lines += labelled_lines(recovery_rows(expected_goodput(problem, best)[1]), 9)
+        lines += labelled_lines(_expected_rows(problem, best), 9)
     if sizing is not None:
         lines.append(_sizing_text(recipe, sizing, batch))
         lines += [] if larger is None else [larger_batch_text(larger)]

@@ -369,7 +369,11 @@ def read_folder(folder: Path) -> CompiledFolder:
         with_resolved_kernels(recipe_for_engine(recipe, engine_of(plan)), plan.model.kernels),
         training=training,
         cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
-        checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=plan.checkpoint.every_steps),
+        checkpoint=dataclasses.replace(
+            recipe.checkpoint,
+            every_steps=plan.checkpoint.every_steps,
+            in_memory_every=plan.checkpoint.in_memory_every,
+        ),
         data=None if recipe.data is None else _with_plan_paths(recipe.data, plan.data),
         validation=held_out,
     )

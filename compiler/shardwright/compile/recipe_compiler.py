@@ -15,7 +15,7 @@ from shardwright.compile.compiled_folder import (
     with_file_digests,
 )
 from shardwright.cost.calibrated_costs import calibration_errors, check_calibration
-from shardwright.cost.goodput import goodput
+from shardwright.cost.goodput import check_host_memory, goodput, memory_copy_cost
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.engine_table import (
     ENGINES,
@@ -325,9 +325,19 @@ def _build_plan(
 
 
 def with_checkpoint_interval(problem: Problem, estimate: Estimate) -> Recipe:
-    """The recipe with `checkpoint.every_steps: auto` settled: what a run does is in its plan,
-    whatever is measured later."""
+    """Return the recipe with `auto` intervals of checkpoints resolved: what a run does is in its
+    plan, whatever is measured later. Raises Refusal, SW5220, where hosts are known to have no room
+    for copies in memory."""
     recipe = problem.recipe
+    if not recipe.checkpoint.in_memory:
+        recipe = dataclasses.replace(
+            recipe, checkpoint=dataclasses.replace(recipe.checkpoint, in_memory_every=None)
+        )
+    else:
+        copies = memory_copy_cost(problem, estimate)
+        check_host_memory(problem, estimate, copies)
+        section = dataclasses.replace(recipe.checkpoint, in_memory_every=copies.every_steps)
+        recipe = dataclasses.replace(recipe, checkpoint=section)
     if recipe.checkpoint.every_steps != "auto":
         return recipe
     found = goodput(problem, estimate)

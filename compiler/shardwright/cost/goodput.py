@@ -8,6 +8,7 @@ Generation Computer Systems 22(3), 2006.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -18,10 +19,12 @@ from importlib import resources
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
+from shardwright.diagnostics import refusal
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.optimizer_matrices import factor_elements, matrix_parameters
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
+from shardwright.layout.zero_settings import fits_in_host_memory, offloaded_bytes
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_names
 from shardwright.utils.memoize import memoize
@@ -59,6 +62,23 @@ class ExpectedTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCopyCost:
+    """Hold what copies in host memory cost (`checkpoint.in_memory`).
+
+    every_steps: steps between two of them
+    node_gbytes: of one copy, that the node with most writes for itself and sends to its peer
+    host_gbytes: that two copies take of that node's memory, its peer's parts included
+    copy_seconds: that training waits for one; seconds_per_step: the same by step
+    """
+
+    every_steps: int
+    node_gbytes: float
+    host_gbytes: float
+    copy_seconds: float
+    seconds_per_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
     """Hold the goodput object of `estimate --json`.
 
@@ -70,6 +90,8 @@ class Goodput:
     auto_interval_steps, auto_expected_days: with `checkpoint.every_steps: auto`
     worth_of_half_the_save_days: what a save in half the time would shorten the training by, at its
         own best interval where the recipe says auto
+    memory: what copies in host memory cost, None without them; with them a failure loses the steps
+        since the last copy
 
     Days are None where the number of steps is unknown, or where they overflow.
     """
@@ -92,6 +114,11 @@ class Goodput:
     worth_of_half_the_save_days: float | None
     auto_interval_steps: int
     auto_expected_days: float | None
+    memory: MemoryCopyCost | None = None
+
+
+COPIES_HELD = 2
+"""Copies in memory at once: the last whole one, and the one that is being written."""
 
 
 @functools.cache
@@ -183,8 +210,15 @@ def goodput(
     at_half = (
         auto_interval(faster, step_seconds, steps) if checkpoint.every_steps == "auto" else interval
     )
+    memory = memory_copy_cost(problem, estimate) if checkpoint.in_memory else None
+    if memory is not None:  # no checkpoint is read
+        restart = goodput_constants()["restart_seconds"] + memory.copy_seconds
+        disturbances = dataclasses.replace(disturbances, restart_seconds=restart)
+        faster = dataclasses.replace(faster, restart_seconds=restart)
     spent, best, half = (
         expected_seconds(d, step_seconds, span, every or span)
+        if memory is None
+        else expected_seconds_with_copies(d, step_seconds, span, every or span, memory)
         for d, every in ((disturbances, interval), (disturbances, auto), (faster, at_half))
     )
 
@@ -212,6 +246,72 @@ def goodput(
         worth_of_half_the_save_days=days(spent.total - half.total),
         auto_interval_steps=auto,
         auto_expected_days=days(best.total),
+        memory=memory,
+    )
+
+
+def memory_copy_cost(problem: Problem, estimate: Estimate) -> MemoryCopyCost:
+    """Price the copies in host memory of a layout.
+
+    A rank writes its part and its peer's with their SHA-256, sends its own over the network, and on
+    a GPU reads it over the host link first.
+    """
+    cluster, constants = problem.cluster, goodput_constants()
+    disturbances, nodes, _ = _disturbances(problem, estimate, None)
+    rank_bytes = max(nodes) / cluster.gpus_per_node
+    seconds = rank_bytes / (constants["memory_copy_gbytes_per_second"] * 1e9)
+    if cluster.nodes > 1:
+        seconds += rank_bytes / cluster.inter_node_bytes_per_second
+    if not cluster.gpu.is_cpu:
+        seconds += rank_bytes / default_constants().host_link_bytes_per_second
+    every = problem.recipe.checkpoint.in_memory_every
+    if not isinstance(every, int):
+        copies = dataclasses.replace(disturbances, save_seconds=seconds)
+        every = auto_interval(copies, estimate.time.step_seconds, estimate.training.steps)
+    return MemoryCopyCost(
+        every_steps=every,
+        node_gbytes=max(nodes) / 1e9,
+        host_gbytes=COPIES_HELD * max(nodes) * min(cluster.nodes, 2) / 1e9,
+        copy_seconds=seconds,
+        seconds_per_step=seconds / every,
+    )
+
+
+def expected_seconds_with_copies(
+    d: FailureModel, step_seconds: float, steps: int, interval: int, memory: MemoryCopyCost
+) -> ExpectedTime:
+    """Return the expected time of a training with copies in memory and, every `interval` steps, a
+    save.
+
+    Every failure takes one node, so the next attempt goes on from the last copy. A save is work
+    that a failure may interrupt, like a step. d: its restart_seconds are those from memory
+    """
+    saves = -(-steps // interval) * d.save_seconds
+    copies = dataclasses.replace(d, save_seconds=memory.copy_seconds)
+    longer = step_seconds + saves / steps
+    spent = expected_seconds(copies, longer, steps, memory.every_steps)
+    return dataclasses.replace(spent, trained=steps * step_seconds, saves=spent.saves + saves)
+
+
+def check_host_memory(problem: Problem, estimate: Estimate, copies: MemoryCopyCost) -> None:
+    """Raise Refusal, SW5220, where two copies are known not to fit beside offloaded states."""
+    has = problem.cluster.host_memory_bytes
+    if has is None:
+        return
+    needed = copies.host_gbytes * 1e9 + offloaded_bytes(
+        problem.recipe.training.optimizer.name,
+        estimate.strategy.offload,
+        problem.graph.total_parameters,
+        problem.cluster.nodes,
+    )
+    if fits_in_host_memory(has, needed):
+        return
+    raise refusal(
+        "SW5220",
+        f"checkpoint.in_memory needs {needed / 2**30:.1f} GiB of each node's memory, which has "
+        f"{has / 2**30:.1f} GiB",
+        "Use more nodes, each of which then holds less, or remove checkpoint.in_memory.",
+        ("checkpoint", "in_memory"),
     )
 
 

@@ -139,7 +139,7 @@ def _last_steps(
     """(last step, its loss, mean tokens per second, mean seconds of a step) of the last steps of
     the attempt `begun` and of those that it goes on from. What an earlier attempt trained beyond
     them does not count: an attempt that dies early leaves those lines where they are."""
-    resumed = step_of(Path(begun.resume)) if begun.resume else 0
+    resumed = begun.memory_step or (step_of(Path(begun.resume)) if begun.resume else 0)
     rows: list[dict[str, Any]] = []
     for row in read_json_lines(metrics, RecentLine, newest_first=True):
         if begun.number is None or row.get("attempt") == begun.number or row["step"] <= resumed:

@@ -27,11 +27,12 @@ class AttemptLine(TypedDict):
     | failed | lost), exit_code and signal of the launcher, stop_requested, code, cause, rank and
     host of a failure, step (the last one trained), checkpoint (the newest one), first_step_time and
     last_step_time. The end of an attempt that nobody saw end has the outcome of run/status.json, or
-    lost; its time is that of the file that it wrote last. A recovery line is a supervisor's: the
-    cause that it found (supervise/), the host, and what it did next.
+    lost; its time is that of the file that it wrote last. A resume line replaces step and
+    discarded_seconds of the start, where the ranks found a newer copy in memory. A recovery line is
+    a supervisor's: the cause that it found (supervise/), the host, and what it did next.
     """
 
-    event: Literal["start", "end", "recovery"]
+    event: Literal["start", "resume", "end", "recovery"]
     attempt: Count
     step: NotRequired[Count | None]
     outcome: NotRequired[str | None]
@@ -54,7 +55,11 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     for line in read_json_lines(folder / ATTEMPTS_FILE, AttemptLine):
         number, event = line.pop("attempt"), line.pop("event")
         empty = {"attempt": number, "start": None, "end": None, "recovery": None}
-        found.setdefault(number, empty)[event] = line
+        each = found.setdefault(number, empty)
+        if event == "resume":
+            each["start"] = {**(each["start"] or {}), **line}
+        else:
+            each[event] = line
     return [found[number] for number in sorted(found)]
 
 

@@ -33,6 +33,7 @@ from shardwright.utils.json_values import JsonObject, JsonValue, strict_json
 
 Record = TypeVar("Record")
 EVALUATION_FILE = "run/evaluation.jsonl"
+MEMORY_COPIES_FILE = "run/memory_copies.jsonl"
 SAVES_FILE, OUTER_STEPS_FILE = "run/saves.jsonl", "run/outer.jsonl"
 ATTEMPT_FILE = "run/attempt.json"
 PROGRESS = "@shardwright "
@@ -99,7 +100,8 @@ def read_json(path: Path) -> dict[str, JsonValue]:
 class AttemptRecord:
     """run/attempt.json. number: None where no attempt was begun. resume: the checkpoint that it
     goes on from; step: what that closed; steps: of the training; line: as checkpoint/run_history.py
-    reads it; lease: the token of `run`."""
+    reads it; lease: the token of `run`; memory_step: that of the copy in memory which the ranks
+    went on from instead."""
 
     number: int | None = None
     resume: str | None = None
@@ -107,6 +109,7 @@ class AttemptRecord:
     steps: int | None = None
     line: JsonValue = None
     lease: str | None = None
+    memory_step: int | None = None
 
 
 def read_attempt_record(folder: Path) -> AttemptRecord:
@@ -240,10 +243,13 @@ class EvaluationWriter(JsonLinesWriter):
 
 
 class SaveWriter(JsonLinesWriter):
-    """Writes run/saves.jsonl, a line per checkpoint that was written."""
+    """Writes run/saves.jsonl, a line per checkpoint that was written, or
+    run/memory_copies.jsonl, a line per copy in memory."""
 
-    def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
-        super().__init__(folder / SAVES_FILE, attempt, resumed_step)
+    def __init__(
+        self, folder: Path, attempt: int, resumed_step: int, file: str = SAVES_FILE
+    ) -> None:
+        super().__init__(folder / file, attempt, resumed_step)
 
     def write(self, step: int, seconds: float, size: int, node_size: int) -> None:
         """seconds: that training waited, copies to upload_to included. size: bytes of all ranks'

@@ -200,9 +200,11 @@ class PlanScheduler(SchedulerFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheckpoint(CheckpointSection):
-    """Hold the checkpoint section; every_steps is resolved where the recipe says auto."""
+    """Hold the checkpoint section; every_steps and in_memory_every are resolved where the recipe
+    says auto."""
 
     every_steps: int | None
+    in_memory_every: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,6 +473,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["low_precision"]
     elif not plan.low_precision.experts:
         del document["low_precision"]["experts"]
+    if not plan.checkpoint.in_memory:
+        del document["checkpoint"]["in_memory"], document["checkpoint"]["in_memory_every"]
     if plan.launch.recovery is None:
         del document["launch"]["recovery"]
     if plan.outer is None:

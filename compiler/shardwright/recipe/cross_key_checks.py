@@ -474,6 +474,21 @@ def recovery_keys(view: DocumentView) -> Iterator[Diagnostic]:
         yield found("SW1229", key, message, help)
 
 
+@cross_check(
+    "checkpoint.in_memory", "checkpoint.in_memory_every", "cluster.islands", all_islands=True
+)
+def memory_copy_keys(view: DocumentView) -> Iterator[Diagnostic]:
+    if view.get("checkpoint.in_memory") is True:
+        if island_count(view.document) > 1:
+            message = "checkpoint.in_memory has no effect with cluster.islands"
+            help = "Remove it: an island that is started again takes a member's state."
+            yield found("SW1249", "checkpoint.in_memory", message, help)
+    elif view.number("checkpoint.in_memory_every") is not None:
+        key = "checkpoint.in_memory_every"
+        message = f"{key} has no effect without checkpoint.in_memory"
+        yield found("SW1249", key, message, "Write `in_memory: true`, or remove it.")
+
+
 @cross_check("launch.slurm.extra")
 def sbatch_options(view: DocumentView) -> Iterable[Diagnostic]:
     extra = view.get("launch.slurm.extra")

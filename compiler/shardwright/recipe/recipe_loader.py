@@ -140,6 +140,8 @@ _LATER_KEYS: tuple[tuple[str, str, JsonValue], ...] = (
     ("training", "low_precision", "none"),
     ("training", "low_precision_keep", []),
     ("launch", "recovery", None),
+    ("checkpoint", "in_memory", False),
+    ("checkpoint", "in_memory_every", "auto"),
 )
 """Keys that older recipes lack, with their default: said or left out, it is the same recipe."""
 

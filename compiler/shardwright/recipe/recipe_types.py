@@ -487,6 +487,8 @@ class CheckpointSection:
     every_steps: int | Literal["auto"] | None  # None = only after the last step
     keep: int | None  # None = all
     upload_to: str | None = None  # URL that fsspec opens
+    in_memory: bool = False  # copies in the memory of two hosts
+    in_memory_every: int | Literal["auto"] | None = "auto"  # None = no copies, in a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

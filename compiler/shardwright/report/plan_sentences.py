@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.diloco_costs import ISLANDS, IslandsCost
-from shardwright.cost.goodput import Goodput
+from shardwright.cost.goodput import Goodput, MemoryCopyCost
 from shardwright.cost.prediction_errors import LEAST_RUNS, LEAST_SOURCES, error_benchmark
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
@@ -222,15 +222,26 @@ def goodput_lines(g: Goodput) -> list[str]:
         f"{format_days(g.expected_days)} with saves, failures and restarts, {trains}; {each}, "
         f"{format_number(g.expected_failures or 0)} in all"
     )
+    memory = [] if g.memory is None else [memory_copy_text(g.memory)]
     if g.fraction > NEARLY_FULL_GOODPUT:
-        return [expected]
+        return [expected, *memory]
     return [
         expected,
+        *memory,
         f"saves {_days(g.lost_to_saves_days)} ({save}), work done again "
         f"{_days(g.lost_to_failures_days)}, restarts {_days(g.lost_to_restarts_days)} "
         f"({_time(g.restart_seconds)} each)",
         *_better(g),
     ]
+
+
+def memory_copy_text(m: MemoryCopyCost) -> str:
+    """Return what copies in host memory cost."""
+    return (
+        f"copies in memory every {_steps(m.every_steps)}: {_time(m.copy_seconds)} each "
+        f"({_time(m.seconds_per_step)} a step), {format_number(m.node_gbytes)} GB of a node to "
+        f"itself and to its peer, {format_number(m.host_gbytes)} GB of its memory held"
+    )
 
 
 def recovery_lines(r: RecoveryGoodput) -> list[str]:

@@ -20,6 +20,7 @@ from shardwright.cost.goodput import (
     FailureModel,
     Goodput,
     expected_seconds,
+    expected_seconds_with_copies,
     goodput_constants,
 )
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
@@ -112,7 +113,12 @@ def recovery_goodput(
         failures = FailureModel(
             mtbf_seconds=mtbf, save_seconds=expected.save_seconds, restart_seconds=restart
         )
-        seconds = expected_seconds(failures, step_seconds, span, expected.interval_steps or span)
+        interval = expected.interval_steps or span
+        seconds = expected_seconds(failures, step_seconds, span, interval)
+        if expected.memory is not None:
+            seconds = expected_seconds_with_copies(
+                failures, step_seconds, span, interval, expected.memory
+            )
         slowness = sum(
             _poisson(rho, spares + missing) * (1 - 1 / times)
             for missing, times in enumerate(slower, start=1)

@@ -123,7 +123,11 @@ class FewerNodes:
             "launch": {**launch, "recovery": None},
             "parallelism": parallelism,
             "data": self._data(document["data"], plan.data),
-            "checkpoint": {**document["checkpoint"], "every_steps": plan.checkpoint.every_steps},
+            "checkpoint": {
+                **document["checkpoint"],
+                "every_steps": plan.checkpoint.every_steps,
+                **_memory_interval(plan),
+            },
         }
         held_out = plan.validation
         if held_out is not None and held_out.data is not None:
@@ -177,6 +181,12 @@ class FewerNodes:
                 continue
             link.unlink(missing_ok=True)
             link.symlink_to(own, target_is_directory=True)
+
+
+def _memory_interval(plan: Plan) -> dict[str, int | None]:
+    if not plan.checkpoint.in_memory:
+        return {}
+    return {"in_memory_every": plan.checkpoint.in_memory_every}
 
 
 def unplannable_text(nodes: int, errors: tuple[Diagnostic, ...]) -> str:

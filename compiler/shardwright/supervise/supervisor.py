@@ -188,14 +188,14 @@ class _Supervisor:
         host = self.names.get(str(host), host)
         error = _EXCEPTION.match(str(end.get("cause") or ""))
         saved = parse_step(str(end.get("checkpoint"))) or 0
-        if saved > (start.get("step") or 0):
+        if saved > (start.get("step") or 0) or self.plan.checkpoint.in_memory:
             self.resume = "auto"
         ended = EndedAttempt(
             cause=cause,
             host=host,
             rank=end.get("rank"),
             step=end.get("step") or 0,
-            saved=saved,
+            saved=max(saved, start.get("step") or 0),  # a copy in memory is progress too
             error=str(end.get("code")) if cause == "nonfinite" else error[0] if error else "",
             nodes=ran.nodes,
             hosts=ran.hosts,

@@ -19,6 +19,8 @@ from torch import distributed as dist
 
 from shardwright.checkpoint.checkpoint_loader import data_changes, load_checkpoint, schedule_changes
 from shardwright.checkpoint.checkpoint_saver import prepare_checkpoint_folder, save_checkpoint
+from shardwright.checkpoint.memory_copies import MemoryCopies, MemoryCopy
+from shardwright.checkpoint.run_attempts import record_memory_resume
 from shardwright.checkpoint.run_history import SaveMetadata
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
@@ -29,6 +31,7 @@ from shardwright.engines.trainer_protocol import ParameterShard, StepResult, eng
 from shardwright.monitor.gradient_noise_scale import read_step_noise
 from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import (
+    MEMORY_COPIES_FILE,
     EvaluationWriter,
     MetricsWriter,
     SaveWriter,
@@ -207,8 +210,15 @@ class Session:
         elif self.plan.training.objective.traits.reads_teacher:
             data = with_teacher(self.plan, folder, data)
         scores_missing = reference is not None and reference.are_missing
+        self._copies: MemoryCopies | None = None
+        copy: MemoryCopy | None = None
+        if self.plan.checkpoint.in_memory:
+            self._copies = MemoryCopies(self.plan, folder, attempt.number, attempt.line)
+            copy, notes = self._copies.newest(attempt.step)
+            for note in notes if rank == 0 else ():
+                print(note, flush=True)
         self._trainer = engine_runtime(self.plan).build_trainer(
-            self.plan, folder, resumes=bool(resume) and not scores_missing
+            self.plan, folder, resumes=bool(resume or copy) and not scores_missing
         )
         self.engine, self.device = self._trainer.engine, self._trainer.device
         held = self._trainer.parameter_shards()
@@ -221,9 +231,18 @@ class Session:
             data = reference.with_scores()
         self._batches = TrainingBatches(self.plan, data, image_processor)
         seed_dropout(self.plan, rank)
-        self.done = self._saved = (
-            load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
-        )
+        if self._copies is not None and copy is not None:
+            resume, self._saved = str(self._copies.load(copy, self._trainer)), -1
+            self.done = copy.step
+            if rank == 0:
+                record_memory_resume(folder, attempt.number, copy.step)
+                print(f"resumes from the copy of step {copy.step} in memory", flush=True)
+        else:
+            self.done = self._saved = (
+                load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+            )
+        if self._copies is not None:
+            self._copies.remove_others()
         self._outer = build_outer_step(
             self.plan, folder, self._trainer, rank, attempt.number, canonical_hash(dict(digests))
         )
@@ -231,8 +250,8 @@ class Session:
             self.done, self._saved = caught_up.done, -1  # the checkpoint lacks it
         self._origin = SaveMetadata(line=attempt.line, rows=data.parts, data=digests)
         if resume and rank == 0:
-            notes = data_changes(Path(resume), data.parts, digests)
-            for warning in (*notes, *schedule_changes(self.plan, Path(resume), self.done)):
+            changes = data_changes(Path(resume), data.parts, digests)
+            for warning in (*changes, *schedule_changes(self.plan, Path(resume), self.done)):
                 print(warning, flush=True)
         self._held_out = (
             ValidationBatches(self.plan, data.validation, self.data_rank, image_processor)
@@ -244,6 +263,11 @@ class Session:
         first = rank == 0
         self._metrics = MetricsWriter(folder, self.attempt, self.done) if first else None
         self._saves = SaveWriter(folder, self.attempt, self.done) if first else None
+        self._copy_records = (
+            SaveWriter(folder, self.attempt, self.done, MEMORY_COPIES_FILE)
+            if first and self._copies is not None
+            else None
+        )
         self._evaluations = (
             EvaluationWriter(folder, self.attempt, self.done)
             if first and self.plan.validation
@@ -342,7 +366,26 @@ class Session:
         except OuterStoreUnreachable as error:
             self.save(last=True)
             raise error.refusal from None
+        self._copy_to_memory()
         return result
+
+    def _copy_to_memory(self) -> None:
+        """Copy the state to the hosts' memory, where the recipe requires it after this step."""
+        every = self.plan.checkpoint.in_memory_every
+        if self._copies is None or self._copies.ended or every is None:
+            return
+        if self.done % every or self.done == self.plan.training.steps:
+            return
+        began = time.perf_counter()
+        origin = replace(self._origin, finite=self._divergence.finite)
+        size = self._copies.save(self._trainer, self.done, origin)
+        if self._copies.ended and self.rank == 0:
+            what = "the state is not copied to memory any more"
+            print(f"warning[SW6330]: {what}: {self._copies.ended}", flush=True)
+        if size is not None and self._copy_records is not None:
+            self._copy_records.write(
+                self.done, time.perf_counter() - began, size.total_bytes, size.node_bytes
+            )
 
     @property
     def evaluates(self) -> bool:
@@ -429,6 +472,8 @@ class Session:
             self._tracking.close()
         dist.barrier()
         self._outer.leave(done=status == "done")
+        if self._copies is not None:
+            self._copies.remove()
         if self.rank == 0:
             write_status(self.folder, status, self.attempt, step=self.done)
         if self._lease is not None:

@@ -15,15 +15,21 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.goodput import (
     FailureModel,
     Goodput,
+    MemoryCopyCost,
     auto_interval,
+    check_host_memory,
     expected_seconds,
+    expected_seconds_with_copies,
     goodput,
     goodput_constants,
+    memory_copy_cost,
     node_checkpoint_bytes,
     young_daly_seconds,
 )
 from shardwright.cost.priced_layout import build_priced_layout, with_boundaries
+from shardwright.diagnostics import Refusal
 from shardwright.layout.layout import Layout
+from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
@@ -304,3 +310,89 @@ def test_epochs_know_the_share_and_not_the_days() -> None:
     )
     (words,) = goodput_lines(found)
     assert "of the time trains" in words and "auto" not in words
+
+
+def copies_cost(every: int, seconds: float) -> MemoryCopyCost:
+    return MemoryCopyCost(
+        every_steps=every,
+        node_gbytes=1.0,
+        host_gbytes=4.0,
+        copy_seconds=seconds,
+        seconds_per_step=seconds / every,
+    )
+
+
+@pytest.mark.parametrize(("every", "copy", "interval"), [(1, 0.5, 100), (10, 4.0, 50)])
+def test_the_expected_time_with_copies_is_that_of_simulated_failures(
+    every: int, copy: float, interval: int
+) -> None:
+    """A failure loses the steps since the last copy; saves are work between copies."""
+    d = FailureModel(mtbf_seconds=3_000, save_seconds=60, restart_seconds=200)
+    steps, chance, times = 1_000, random.Random(5), []
+    for _ in range(400):
+        now, done, fails_at = 0.0, 0, chance.expovariate(1 / d.mtbf_seconds)
+        while done < steps:
+            stretch = every * STEP_SECONDS + copy
+            stretch += d.save_seconds * (done // interval != (done + every) // interval)
+            ends = now + stretch
+            while fails_at < ends:
+                now = fails_at + d.restart_seconds
+                fails_at = fails_at + chance.expovariate(1 / d.mtbf_seconds)
+                while fails_at < now:
+                    now = fails_at + d.restart_seconds
+                    fails_at = fails_at + chance.expovariate(1 / d.mtbf_seconds)
+                ends = now + stretch
+            now, done = ends, done + every
+        times.append(now)
+    found = expected_seconds_with_copies(d, STEP_SECONDS, steps, interval, copies_cost(every, copy))
+    assert found.total == pytest.approx(math.fsum(times) / len(times), rel=0.02)
+    assert found.saves == pytest.approx(steps / interval * 60 + steps / every * copy)
+    assert found.total < expected_seconds(d, STEP_SECONDS, steps, interval).total
+
+
+def with_copies(every: int | None = None, **cluster: object) -> tuple[Problem, Estimate]:
+    recipe = recipe_of(LLAMA_8B, training={"steps": 20_000}, cluster=cluster)
+    section = dataclasses.replace(
+        recipe.checkpoint, every_steps=1000, in_memory=True, in_memory_every=every or "auto"
+    )
+    strategy = dataclasses.replace(BASE, pipeline=1, data=8, tensor=2)
+    problem = laid_out(strategy, LLAMA_8B, 2, dataclasses.replace(recipe, checkpoint=section))
+    _, estimate = price_planned_layout(problem, strategy, (0, len(problem.graph.layers)))
+    return problem, estimate
+
+
+def test_what_copies_in_memory_cost() -> None:
+    """Half of 12 bytes a parameter on each of two nodes; two copies of it and of the peer's."""
+    problem, estimate = with_copies(5)
+    found = memory_copy_cost(problem, estimate)
+    node = 12 * problem.graph.total_parameters / 2 / 1e9
+    assert found.node_gbytes == pytest.approx(node)
+    assert found.host_gbytes == pytest.approx(4 * node)
+    rank = node / 8
+    least = rank / goodput_constants()["memory_copy_gbytes_per_second"]
+    assert least < found.copy_seconds < 1.5 * least
+    assert (found.every_steps, found.seconds_per_step) == (5, found.copy_seconds / 5)
+    auto = memory_copy_cost(*with_copies())
+    failures = FailureModel(
+        mtbf_seconds=goodput_constants()["node_mtbf_hours"] * 1800,
+        save_seconds=auto.copy_seconds,
+        restart_seconds=0,
+    )
+    step = estimate.time.step_seconds
+    assert auto.every_steps == auto_interval(failures, step, 20_000)
+    expected = goodput(problem, estimate)
+    assert expected is not None and expected.memory == found
+    (line,) = (text for text in goodput_lines(expected) if "copies in memory" in text)
+    assert "every 5 steps" in line
+
+
+def test_a_node_without_room_for_two_copies_is_refused() -> None:
+    problem, estimate = with_copies(5, host_memory_gib=150)
+    copies = memory_copy_cost(problem, estimate)
+    with pytest.raises(Refusal) as caught:
+        check_host_memory(problem, estimate, copies)
+    (found,) = caught.value.diagnostics
+    assert found.code == "SW5220" and "150.0 GiB" in found.message
+    for fits in ({"host_memory_gib": 400}, {}):
+        problem, estimate = with_copies(5, **fits)
+        check_host_memory(problem, estimate, memory_copy_cost(problem, estimate))
