@@ -57,7 +57,7 @@ ROOT_VARIABLE = "SHARDWRIGHT_MEMORY_FOLDER"
 """Names the tmpfs to use, where it is not /dev/shm."""
 METADATA = (PLAN_FILE, RUN_FILE, MANIFEST, CHECKSUMS)
 CHUNK_BYTES = 64 * 2**20
-OWNER_FILE = "folder"
+OWNER_FILE = "owner"
 SPARE_BYTES = 2**30
 """Host memory that a copy leaves free, so that no rank is killed for it."""
 
@@ -116,7 +116,9 @@ class MemoryCopies:
 
     def __init__(self, plan: Plan, folder: Path, attempt: int, line: RunHistory) -> None:
         self._plan, self._attempt, self._line = plan, attempt, line
-        self._folder, self._rank = folder, dist.get_rank()
+        self._rank = dist.get_rank()
+        # A plan for fewer nodes is a folder of its own, whose run/ is a link to the run's.
+        self._owner = str((folder / "run").resolve())
         at = plan.ranks[self._rank]
         self._leads = at.slot == 0
         # Collectives of the engine's own groups may be of a GPU; these tensors are in host memory.
@@ -185,7 +187,7 @@ class MemoryCopies:
             return
         _make_private(memory_root())
         partial.parent.mkdir(parents=True, exist_ok=True)
-        (self._run / OWNER_FILE).write_text(str(self._folder), encoding="utf-8")
+        (self._run / OWNER_FILE).write_text(self._owner, encoding="utf-8")
         for path in self._copies_at(self._place):
             if path != self._whole:
                 shutil.rmtree(path)
@@ -383,7 +385,7 @@ class MemoryCopies:
         for run in memory_root().iterdir():
             with contextlib.suppress(OSError):
                 owner = (run / OWNER_FILE).read_text(encoding="utf-8")
-                if owner != str(self._folder):
+                if owner != self._owner:
                     continue
                 if run != self._run:
                     shutil.rmtree(run)
