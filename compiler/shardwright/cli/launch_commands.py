@@ -229,7 +229,8 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
             raise Refusal(*hostfile_errors(plan, folder, hostfile))
         if not launcher.is_allocated:
             return tuple(scheduler_of(plan).checks(plan, folder, shared=shared))
-        if obstacles := tuple(scheduler_errors(plan)):
+        recovery = plan.launch.recovery
+        if obstacles := tuple(scheduler_errors(plan, recovery.spares if recovery else 0)):
             raise Refusal(*obstacles)
         if plan.launch.slurm is not None and plan.launch.slurm.container is not None:
             return (skipped_check("nodes", "the ranks' container is not entered"),)

@@ -177,7 +177,9 @@ def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterat
     yield from hostfile_errors(plan, folder, hostfile)
 
 
-def scheduler_errors(plan: Plan) -> Iterator[Diagnostic]:
+def scheduler_errors(plan: Plan, spares: int = 0) -> Iterator[Diagnostic]:
+    """Yield what keeps a run from its scheduler. spares: nodes that the allocation may
+    have beyond the plan's."""
     launcher = LAUNCHERS[plan.launch.launcher]
     name, program = launcher.name, launcher.program
     if program is not None and shutil.which(program, path=program_path()) is None:
@@ -196,7 +198,7 @@ def scheduler_errors(plan: Plan) -> Iterator[Diagnostic]:
         if launcher.allocated_nodes_variable is None
         else os.environ.get(launcher.allocated_nodes_variable)
     )
-    if nodes is not None and nodes != str(plan.nodes):
+    if nodes is not None and nodes not in map(str, range(plan.nodes, plan.nodes + spares + 1)):
         message = (
             f"the {name.capitalize()} allocation has {nodes} nodes, but the plan needs {plan.nodes}"
         )

@@ -446,9 +446,9 @@ class RecoverySection:
     """Limits what `run --supervise` does when a run ends early.
 
     retries: restarts in a row without a newer checkpoint. min_nodes: fewest nodes to plan again
-    for; None is cluster.nodes. spares: hosts after those of the plan in the hostfile. on: causes
-    that are restarted. skip_batches: most batches that are left out because their loss was not
-    finite twice.
+    for; None is cluster.nodes. spares: hosts after those of the plan in the hostfile or in the
+    Slurm job. on: causes that are restarted. skip_batches: most batches that are left out because
+    their loss was not finite twice.
     """
 
     retries: int = 3

@@ -113,6 +113,12 @@ class FewerNodes:
             if model.get("trust_remote_code"):
                 model["trust_remote_code"] = model["source"]
         launch |= {"launcher": plan.launch.launcher, "hostfile": None}
+        slurm = plan.launch.slurm
+        if slurm is not None and slurm.container is not None:
+            # The links to run/ and to the checkpoints lead out of the new folder.
+            mounts = [*slurm.container.mounts, str(self.folder.resolve())]
+            container = {**launch["slurm"]["container"], "mounts": mounts}
+            launch["slurm"] = {**launch["slurm"], "container": container}
         if launch["setup_script"] is not None:
             launch["setup_script"] = str((self.folder / SETUP_SCRIPT).resolve())
         document |= {
@@ -179,6 +185,8 @@ class FewerNodes:
             link, own = target / name, (self.folder / name).resolve()
             if link.is_symlink() and os.readlink(link) == str(own):
                 continue
+            if link.is_dir() and not link.is_symlink():
+                link.rmdir()  # compile makes an empty run/ for Slurm's log
             link.unlink(missing_ok=True)
             link.symlink_to(own, target_is_directory=True)
 

@@ -43,7 +43,7 @@ from shardwright.plan.plan import Plan, load_plan
 from shardwright.recipe.recipe_types import RecoverySection
 from shardwright.supervise.failed_batch import batch_text, first_nonfinite_step
 from shardwright.supervise.fewer_nodes import FewerNodes, unplannable_text
-from shardwright.supervise.reachable_hosts import kill_rank, reachable_hosts
+from shardwright.supervise.reachable_hosts import HostPool, SshHosts
 from shardwright.supervise.recovery_decision import (
     Decision,
     EndedAttempt,
@@ -52,15 +52,15 @@ from shardwright.supervise.recovery_decision import (
     is_same_failure,
     restarts_without_progress,
 )
+from shardwright.supervise.slurm_allocation import SlurmAllocation
 from shardwright.train.run_attempt import RANKS, SUPERVISOR_STOP, hold_supervisor_lease
-from shardwright.utils.file_io import write_atomically
 from shardwright.utils.json_lines import append_line
 from shardwright.utils.run_lease import is_locked_by_run, lease_owner
 
 ORPHAN_SECONDS = 90.0
 """Limits the wait for the ranks of a supervisor that was killed; they end themselves."""
-HOST_WAIT_SECONDS, HOST_POLL_SECONDS = 600.0, 10.0
-"""Limits the wait for a host, where fewer than min_nodes are left, and separates two looks."""
+HOST_WAIT_SECONDS = 600.0
+"""Limits the wait for a host, where fewer than min_nodes are left."""
 MAX_DELAY_SECONDS = 30.0
 MAX_COUNTS_CHECKED = 4
 """Numbers of nodes, the largest first, whose plans are searched before the first attempt."""
@@ -71,6 +71,8 @@ def supervise(folder: Path, hostfile: Path | None, resume: str) -> int:
     """Run a compiled folder, and again where it ends early. Returns the exit code of `run`."""
     plan = load_plan(folder)
     _check_launcher(plan)
+    if LAUNCHERS[plan.launch.launcher].submits:
+        return run_folder(folder, hostfile, resume)  # the job supervises itself
     (folder / "run").mkdir(exist_ok=True)
     with hold_supervisor_lease(folder):
         (folder / SUPERVISOR_STOP).unlink(missing_ok=True)
@@ -80,7 +82,15 @@ def supervise(folder: Path, hostfile: Path | None, resume: str) -> int:
 
 def _check_launcher(plan: Plan) -> None:
     launcher = LAUNCHERS[plan.launch.launcher]
-    if launcher.scheduler or launcher.by_hand:
+    if launcher.submits and launcher.restarts_in_allocation and plan.launch.recovery is None:
+        raise refusal(
+            "SW5214",
+            f"--supervise: the plan has no `launch.recovery`, so its {launcher.name} job restarts "
+            "nothing",
+            "Write `recovery: {}` under `launch` in the recipe and compile again, or leave "
+            "--supervise out.",
+        )
+    if not launcher.can_restart:
         raise refusal(
             "SW5214",
             f"--supervise: {launcher.name} starts the nodes elsewhere, so nothing here restarts "
@@ -105,19 +115,20 @@ def _await_orphans(folder: Path) -> None:
 
 
 class _Supervisor:
-    """Holds the state of one `run --supervise`. hosts: of the hostfile, spares last; None where the
-    launcher names none. names: what each host calls itself -> its name in the hostfile."""
+    """Holds the state of one `run --supervise`. hosts: None where the launcher names none. names:
+    what each host calls itself -> its name in the hostfile or under Slurm."""
 
     def __init__(self, plan: Plan, folder: Path, hostfile: Path | None, resume: str) -> None:
         self.plan, self.folder, self.resume = plan, folder, resume
         self.policy = plan.launch.recovery or RecoverySection()
-        self.hosts = _read_hosts(plan, folder, hostfile)
+        self.hosts = _host_pool(plan, folder, hostfile)
         self.fewer = FewerNodes(plan, folder)
         self.names: dict[str, str] = {}
         self.history: list[EndedAttempt] = []
         self.stop_requested = threading.Event()
         self.returned = threading.Event()
         self.ended_ranks: str | None = None
+        self.lacks_hosts = False
 
     def run(self) -> int:
         with self._signals():
@@ -135,6 +146,8 @@ class _Supervisor:
                 decision = self._next(attempts[-1], decision, code)
             if decision.action == "stop":
                 self._print_end(decision)
+            if self.lacks_hosts and self.hosts is not None:
+                return self.hosts.exit_code_without_hosts
             return code
 
     def _choose(self) -> Decision:
@@ -157,7 +170,7 @@ class _Supervisor:
         try:
             return run_folder(
                 folder,
-                self._write_hostfile(decision),
+                None if self.hosts is None else self.hosts.bind(decision.hosts),
                 self.resume,
                 Supervision(
                     ends_on_stall="hang" in self.policy.on,
@@ -174,12 +187,17 @@ class _Supervisor:
         began = time.monotonic()
         reached: dict[str, str] | None = None
         lost: list[str] = []
+        is_preempted = False
         if self.hosts is not None and end.get("outcome") != "done":
+            is_preempted = self.hosts.is_preempted()
+            self.hosts.end_attempt()
             reached = self._reach()
             lost = [host for host in ran.hosts if host not in reached]
         self.ended_ranks = self._lease_of_ended_ranks(lost)
         own_stop = self.returned.is_set()  # run/stop is the supervisor's
-        stopped = self._is_stopped() or (bool(end.get("stop_requested")) and not own_stop)
+        stopped = (
+            self._is_stopped() or is_preempted or (bool(end.get("stop_requested")) and not own_stop)
+        )
         cause = end_cause({**end, "stop_requested": stopped}, lost)
         if code == 1:
             cause = "refused"
@@ -201,7 +219,7 @@ class _Supervisor:
             hosts=ran.hosts,
             bad_step=first_nonfinite_step(self.plan, self.folder) if cause == "nonfinite" else None,
         )
-        alive = None if reached is None else self._order(reached)
+        alive = None if reached is None else list(reached)
         if grows:
             decision = choose_hosts(
                 self.policy, self.plan.nodes, [ended], alive, self.fewer.can_plan
@@ -270,16 +288,16 @@ class _Supervisor:
 
     def _reach(self) -> dict[str, str]:
         assert self.hosts is not None
-        reached = reachable_hosts([name for name, _ in self.hosts])
+        reached = self.hosts.reach(self.hosts.names())
         self.names |= {own: name for name, own in reached.items()}
         return reached
 
-    def _order(self, reached: dict[str, str]) -> list[str]:
-        assert self.hosts is not None
-        return [name for name, _ in self.hosts if name in reached]
-
     def _alive(self) -> list[str] | None:
-        return None if self.hosts is None else self._order(self._reach())
+        return None if self.hosts is None else list(self._reach())
+
+    @property
+    def _fewest(self) -> int:
+        return self.plan.nodes if self.policy.min_nodes is None else self.policy.min_nodes
 
     def _await_hosts(self, decision: Decision) -> Decision:
         """Wait until enough hosts can be reached, for HOST_WAIT_SECONDS at most."""
@@ -287,18 +305,21 @@ class _Supervisor:
         if decision.action == "wait":
             print(f"recovery     waiting: {decision.reason}", flush=True)
         while decision.action == "wait" and not self._is_stopped():
-            if time.monotonic() > end:
+            assert self.hosts is not None
+            if time.monotonic() > end or len(self.hosts.names()) < self._fewest:
+                self.lacks_hosts = True
                 return Decision(action="stop", nodes=decision.nodes, reason=decision.reason)
-            self.stop_requested.wait(HOST_POLL_SECONDS)
+            self.stop_requested.wait(self.hosts.poll_seconds)
             decision = self._choose()
         return decision
 
     def _watch_for_return(self, used: tuple[str, ...], ended: threading.Event) -> None:
         """End a smaller attempt after its next checkpoint, once all nodes can be had again."""
         assert self.hosts is not None
-        others = [name for name, _ in self.hosts if name not in used]
-        while not ended.wait(HOST_POLL_SECONDS):
-            if len(used) + len(reachable_hosts(others)) >= self.plan.nodes:
+        while not ended.wait(self.hosts.poll_seconds):
+            others = [name for name in self.hosts.names() if name not in used]
+            lacking = self.plan.nodes - len(used)
+            if len(others) >= lacking and len(self.hosts.reach(others)) >= lacking:
                 break
         before = self._newest_checkpoint()
         while self.plan.checkpoint.every_steps is not None and not ended.wait(0.5):
@@ -311,15 +332,6 @@ class _Supervisor:
     def _newest_checkpoint(self) -> int:
         steps = published_steps(checkpoint_root(self.plan, self.folder))
         return steps[-1][0] if steps else 0
-
-    def _write_hostfile(self, decision: Decision) -> Path | None:
-        if self.hosts is None:
-            return None
-        slots = dict(self.hosts)
-        path = self.folder / "run" / "hostfile"
-        lines = (f"{name} slots={slots[name]}\n" for name in decision.hosts)
-        write_atomically(path, "".join(lines))
-        return path
 
     def _kill_suspects(self, ran: Decision) -> None:
         """Kill ranks on other hosts that do not answer: a stopped process ends by nothing else."""
@@ -338,13 +350,12 @@ class _Supervisor:
                 place = self.folder
                 if ran.nodes < self.plan.nodes:
                     place = self.fewer.compile(ran.nodes)
-                kill_rank(name, pid, place)
+                self.hosts.kill_rank(name, pid, place)
 
     # What people and other commands are told.
 
     def _warn_unplannable(self) -> None:
-        fewest = self.plan.nodes if self.policy.min_nodes is None else self.policy.min_nodes
-        counts = range(self.plan.nodes - 1, fewest - 1, -1)[:MAX_COUNTS_CHECKED]
+        counts = range(self.plan.nodes - 1, self._fewest - 1, -1)[:MAX_COUNTS_CHECKED]
         for nodes in counts if self.hosts is not None else ():
             if not self.fewer.can_plan(nodes):
                 text = unplannable_text(nodes, self.fewer.refusals[nodes])
@@ -444,9 +455,10 @@ def _cause_text(ended: EndedAttempt) -> str:
     }.get(ended.cause, ended.cause)
 
 
-def _read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[tuple[str, int]] | None:
-    """Return the hosts with their slots, spares last; None where the launcher names none. Raises
-    Refusal."""
+def _host_pool(plan: Plan, folder: Path, hostfile: Path | None) -> HostPool | None:
+    """Return the hosts of the run; None where the launcher names none. Raises Refusal."""
+    if LAUNCHERS[plan.launch.launcher].restarts_in_allocation:
+        return SlurmAllocation(folder)
     if not LAUNCHERS[plan.launch.launcher].uses_hostfile:
         return None
     if shutil.which("ssh") is None:
@@ -455,5 +467,4 @@ def _read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[tuple[s
             "--supervise asks hosts over ssh, and this machine has no `ssh` command",
             "Install an ssh client (openssh-client).",
         )
-    found = read_hosts_and_spares(plan, folder, hostfile)
-    return [(host.name, host.slots) for host in found]
+    return SshHosts(read_hosts_and_spares(plan, folder, hostfile), folder)

@@ -57,7 +57,6 @@ def test_defaults_and_a_recipe_without_the_section(write_recipe: Callable[..., P
         ),
         ({"launch": {"recovery": {"on": ["disk"]}}}, "SW1103", "on"),
         ({"launch": {"recovery": {"retries": -1}}}, "SW1104", "retries"),
-        ({"launch": {"launcher": "slurm", "recovery": {}}}, "SW5214", "recovery"),
         ({"launch": {"launcher": "no_ssh", "recovery": {}}}, "SW5214", "recovery"),
         (
             {"launch": {"recovery": {"spares": 1}}, "cluster.nodes": 1, "cluster.gpus_per_node": 4},

@@ -25,7 +25,7 @@ from shardwright.monitor.run_files import (
 )
 from shardwright.monitor.skipped_batches import read_skipped_batches
 from shardwright.plan.plan import load_plan
-from shardwright.supervise import supervisor
+from shardwright.supervise import reachable_hosts, supervisor
 from shardwright.train.run_attempt import (
     RANKS,
     SUPERVISOR_STOP,
@@ -94,8 +94,8 @@ def supervised(out: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
             return {host: host for host in hosts if host in names}
 
         monkeypatch.setattr(supervisor, "run_folder", attempts.run)
-        monkeypatch.setattr(supervisor, "reachable_hosts", reachable)
-        monkeypatch.setattr(supervisor, "HOST_POLL_SECONDS", 0.01)
+        monkeypatch.setattr(reachable_hosts, "reachable_hosts", reachable)
+        monkeypatch.setattr(reachable_hosts.SshHosts, "poll_seconds", 0.01)
         monkeypatch.setattr(supervisor, "MAX_DELAY_SECONDS", 0.0)
         return cli.main(["run", str(out), "--supervise"]), attempts
 
@@ -260,7 +260,13 @@ def test_schedulers_and_islands_are_refused(
     path = write_recipe({"launch": {"launcher": "slurm"}})
     assert cli.main(["compile", str(path), "-o", str(tmp_path / "slurm")]) == 0
     assert cli.main(["run", str(tmp_path / "slurm"), "--supervise"]) == 1
-    assert "error[SW5214]: --supervise: slurm" in capsys.readouterr().err
+    assert "error[SW5214]: --supervise: the plan has no `launch.recovery`" in (
+        capsys.readouterr().err
+    )
+    by_hand = write_recipe({"launch": {"launcher": "no_ssh"}})
+    assert cli.main(["compile", str(by_hand), "-o", str(tmp_path / "no_ssh")]) == 0
+    assert cli.main(["run", str(tmp_path / "no_ssh"), "--supervise"]) == 1
+    assert "error[SW5214]: --supervise: no_ssh" in capsys.readouterr().err
     assert cli.main(["run", str(tmp_path / "slurm"), "--supervise", "--island", "all"]) == 1
     assert "does not restart islands" in capsys.readouterr().err
 

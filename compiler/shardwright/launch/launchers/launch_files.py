@@ -6,7 +6,7 @@ import hashlib
 import math
 
 from shardwright.launch.launchers.kubernetes_launcher import apply_pod_patch
-from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.launch.launchers.launcher_table import LAUNCHERS, RANKS_STEP
 from shardwright.layout.zero_settings import offloaded_bytes
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import POD_CONTAINER, POD_LABEL
@@ -102,5 +102,6 @@ def _render(template: str, plan: Plan, path: str) -> str:
         pod_label=POD_LABEL,
         memory_request_gib=requested_memory_gib(plan),
         finished_job_seconds=FINISHED_JOB_SECONDS,
+        ranks_step=RANKS_STEP,
         shared_node_cores=plan.gpus_per_node * (1 if plan.is_cpu else CORES_PER_GPU),
     )

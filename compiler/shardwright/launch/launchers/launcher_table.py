@@ -45,7 +45,8 @@ class Launcher:
     allocated_nodes_variable:
         the variable with their number.
     has_separate_filesystem: the ranks see other files than this machine. meets_by_host_name: they
-    meet at a node's name, not its address.
+    meet at a node's name, not its address. restarts_in_allocation: `run --supervise` restarts the
+    ranks on the allocation's nodes.
     """
 
     name: str
@@ -63,11 +64,17 @@ class Launcher:
     allocated_nodes_variable: str | None = None
     has_separate_filesystem: bool = False
     meets_by_host_name: bool = False
+    restarts_in_allocation: bool = False
 
     @property
     def submits(self) -> bool:
         """Return whether `run` submits a job here, whose ranks start later."""
         return self.scheduler is not None and not self.is_allocated
+
+    @property
+    def can_restart(self) -> bool:
+        """Return whether `run --supervise` can start the ranks again."""
+        return self.restarts_in_allocation or not (self.scheduler or self.by_hand)
 
     @property
     def is_allocated(self) -> bool:
@@ -103,6 +110,7 @@ _ROWS = (
             "launch.sh": "slurm.sh.j2",
             "launch/job.sh": "slurm_job.sh.j2",
             "launch/preflight.sh": "slurm_preflight.sh.j2",
+            "launch/watch.sh": "slurm_watch.sh.j2",
             "launch/node.sh": "node.sh.j2",
         },
         program="sbatch",
@@ -111,6 +119,7 @@ _ROWS = (
         allocation="SLURM_JOB_ID",
         allocated_nodes_variable="SLURM_JOB_NUM_NODES",
         meets_by_host_name=True,
+        restarts_in_allocation=True,
         interrupt=signal.SIGTERM,  # srun only warns at a first SIGINT
     ),
     Launcher(
@@ -135,6 +144,8 @@ _ROWS = (
     ),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ROWS}
+RANKS_STEP = "ranks"
+"""Names the job step of the ranks under Slurm."""
 MIN_JOBSET_NODES = 4
 """Nodes from which `launch.kubernetes.kind: auto` is a JobSet: a Job restarts pods one by one, and
 counts each."""
@@ -194,17 +205,20 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     if launcher.scheduler and launch.hostfile is not None:
         message = f"launch.hostfile: under {launcher.name} the hosts come from the scheduler"
         wrong.append(found("SW5207", "launch.hostfile", message, "Remove it."))
-    if launch.recovery is not None and (launcher.scheduler or launcher.by_hand):
+    if launch.recovery is not None and not launcher.can_restart:
         does = "schedules" if launcher.scheduler else "does not start"
         message = (
             f"launch.recovery: {launcher.name} {does} the nodes, so nothing here restarts them"
         )
         help = {
-            "slurm": "Remove it; `launch.slurm.requeue: true` restarts the job.",
             "kubernetes": "Remove it; `launch.kubernetes.restarts` restarts the pods.",
         }.get(launcher.name, "Remove it, or use another launcher.")
         wrong.append(found("SW5214", "launch.recovery", message, help))
-    elif launch.recovery is not None and launch.recovery.spares and not launcher.uses_hostfile:
+    elif (
+        launch.recovery is not None
+        and launch.recovery.spares
+        and not (launcher.uses_hostfile or launcher.restarts_in_allocation)
+    ):
         message = f"launch.recovery.spares: {launcher.name} has no hostfile with further hosts"
         help = "Remove it, or use a launcher with a hostfile."
         wrong.append(found("SW5214", "launch.recovery.spares", message, help))

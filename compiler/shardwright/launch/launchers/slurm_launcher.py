@@ -143,6 +143,9 @@ def _partition(plan: Plan, rows: str) -> HostCheck:
 
 def allocated_hosts() -> list[str]:
     """The nodes of the Slurm allocation that this process is in, in Slurm's order."""
-    return run_scheduler_command(
-        "scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")
-    ).out.split()
+    return host_names(os.environ.get("SLURM_JOB_NODELIST", ""))
+
+
+def host_names(nodes: str) -> list[str]:
+    """Return the names that Slurm's short form, such as gpu-[3,7-9], stands for."""
+    return run_scheduler_command("scontrol", "show", "hostnames", nodes).out.split()

@@ -12,5 +12,5 @@ export MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # nodes may be shared with another run
 # By which the ranks know each other; nobody else's connection is listened to.
 export SHARDWRIGHT_TOKEN=${SHARDWRIGHT_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
-exec srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+exec srun --job-name=ranks --nodelist="$SLURM_JOB_NODELIST" --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
   bash launch/node.sh

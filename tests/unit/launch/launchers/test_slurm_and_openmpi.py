@@ -150,7 +150,7 @@ def test_slurm_from_submission_to_a_nodes_ranks(compiled: Compile, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert "shardwright:<run><.><--resume><never>" in done.stdout
     nodes = "<--nodes=2><--ntasks=2><--ntasks-per-node=1><--cpu-bind=none><--kill-on-bad-exit=1><bash><launch/node.sh>"  # noqa: E501
-    assert f"srun:{nodes}" in done.stdout
+    assert f"srun:<--job-name=ranks><--nodelist=n[1-2]>{nodes}" in done.stdout
     assert "<--node_rank><1><--master_addr><n1><--master_port><20012><train.py>" in done.stdout
     assert (
         f"cwd={out} addr=n1 port=20012 note=two words set=-yes" in done.stdout

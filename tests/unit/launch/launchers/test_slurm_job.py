@@ -214,6 +214,133 @@ def test_a_failed_run_has_its_nodes_checked_again(
     assert (told in printed, "scontrol:update JobId=12 Requeue=0" in printed) == (lost, lost)
 
 
+def supervised(compiled: Compile, *, requeue: bool = True, **recovery: Any) -> Path:
+    return compiled({"slurm": {"requeue": requeue}, "recovery": recovery})
+
+
+WAITING_WATCH = (
+    "[[ $* != *watch.sh* ]] || { trap 'echo watch:ended >&2; exit 0' USR2; "
+    "while :; do sleep 0.05; done; }\n"
+    "while [[ $1 == --* ]]; do shift; done\n"
+    "for SLURMD_NODENAME in n1 n2; do export SLURMD_NODENAME; [[ $SLURMD_NODENAME != ${LOST:-} ]] "
+    '|| continue; "$@"; done'
+)
+
+
+def test_a_job_that_supervises_itself(compiled: Compile, tmp_path: Path) -> None:
+    """It keeps running where a node is lost, has the spare nodes, and leaves no watcher behind."""
+    out = supervised(compiled, spares=1)
+    script = (out / "launch/job.sh").read_text()
+    assert "#SBATCH --no-kill\n" in script and "#SBATCH --nodes=3\n" in script
+    programs = {"srun": WAITING_WATCH, "shardwright": 'sleep 0.3; echo "run:$*"; mkdir -p run; '}
+    programs["shardwright"] += 'echo \'{"status": "done"}\' >run/status.json'
+    code, printed, error = ended(job(out, tmp_path / "bin", programs=programs))
+    assert (code, printed) == (0, "run:run . --resume auto --supervise\n"), error
+    assert error == "watch:ended\n"
+    plain = compiled({"slurm": {}})
+    assert "no-kill" not in (plain / "launch/job.sh").read_text()
+    assert not (plain / "launch/watch.sh").exists()
+
+
+@pytest.mark.parametrize(("code", "trained"), [(75, False), (75, True), (3, False)])
+def test_a_supervisor_without_enough_nodes(
+    code: int, trained: bool, compiled: Compile, tmp_path: Path
+) -> None:
+    """75: another job without the lost nodes. Any other end of the supervisor is the run's own."""
+    out = supervised(compiled)
+    does = "mkdir -p run; touch -d +1minute run/metrics.jsonl; " if trained else ""
+    programs = {
+        "srun": WAITING_WATCH,
+        "squeue": "echo n1",
+        "nvidia-smi": SMI,
+        "shardwright": f"{does}exit {code}",
+        "sbatch": SBATCH,
+    }
+    process = job(out, tmp_path / "bin", "auto", "n9", "2", programs=programs, LOST="n2")
+    found, printed, error = ended(process)
+    assert found == code, error
+    again = f"<--exclude=n9,n2><launch/job.sh><auto><n9,n2><{1 if trained else 3}>"
+    assert (again in printed, "node n2: no answer" in error) == (
+        (True, True) if code == 75 else (False, False)
+    )
+    without = supervised(compiled, requeue=False)
+    found, printed, error = ended(job(without, tmp_path / "bin", programs=programs, LOST="n2"))
+    assert found == code and "sbatch:" not in printed
+    assert ("sbatch --exclude=n2 launch/job.sh auto" in error) == (code == 75)
+
+
+def watch(out: Path, folder: Path, programs: dict[str, str], *rest: str) -> subprocess.Popen[str]:
+    path = install(folder)
+    expand = "IFS=,; for name in $3; do echo $name; done"
+    describe = 'echo "JobState=FAILED Reason=${REASON:-None}"'
+    defaults = {
+        "scontrol": f'case "$1 $2" in "show hostnames") {expand} ;; "show job") {describe} ;; esac',
+        "sbatch": SBATCH,
+        "scancel": 'echo "scancel:$*"',
+    }
+    for name, text in {**defaults, **programs}.items():
+        program(folder, name, text)
+    return subprocess.Popen(
+        ["bash", "launch/watch.sh", "n1", *rest],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=out,
+        env={"PATH": path, **ALLOCATION, "SHARDWRIGHT_WATCH_SECONDS": "0.1", "REASON": REASON},
+    )
+
+
+REASON = "JobLaunchFailure"
+AGAIN = (
+    "watch.sh: node n1, on which launch/job.sh ran, is lost\n"
+    "sbatch:<--dependency=afterany:12><--exclude=n9,n1><launch/job.sh><auto><n9,n1><2>\n"
+    "watch.sh: submitted again without n9,n1\n"
+    "scancel:12\n"
+)
+
+
+def watched(out: Path, process: subprocess.Popen[str]) -> str:
+    """What the watcher wrote into the job's log."""
+    assert ended(process) == (0, "", "")
+    path = out / "run" / "slurm-12.log"
+    text = path.read_text()
+    path.unlink()
+    return text
+
+
+def test_the_first_node_is_missed(compiled: Compile, tmp_path: Path) -> None:
+    """Slurm has taken it out of the job, which would run on without its script; one watcher of
+    two submits the job again."""
+    out = supervised(compiled)
+    (out / "run").mkdir(exist_ok=True)
+    looks = (
+        'echo look >>looks; (($(wc -l <looks) > 2)) && echo "RUNNING n2" || echo "RUNNING n1,n2"'
+    )
+    process = watch(out, tmp_path / "bin", {"squeue": looks}, "n9", "1")
+    assert watched(out, process) == AGAIN
+    assert watched(out, watch(out, tmp_path / "bin", {"squeue": looks}, "n9", "1")) == ""
+    without = supervised(compiled, requeue=False)
+    (without / "run" / "replaced-12-0").rmdir()
+    told = watched(without, watch(without, tmp_path / "bin", {"squeue": "echo RUNNING n2"}))
+    assert "submit the job again: sbatch --exclude=n1 launch/job.sh auto\nscancel:12\n" in told
+
+
+@pytest.mark.parametrize(("sent", "printed"), [("SIGUSR2", ""), ("SIGTERM", AGAIN)])
+def test_the_watch_ends_with_the_job(
+    sent: str, printed: str, compiled: Compile, tmp_path: Path
+) -> None:
+    """USR2: the script ends. TERM: Slurm has ended the job, here with the script's node. A
+    controller that does not answer is no lost node."""
+    out = supervised(compiled)
+    (out / "run").mkdir(exist_ok=True)
+    silent = "touch looked; exit 1"
+    process = watch(out, tmp_path / "bin", {"squeue": silent}, "n9", "1")
+    await_file(out / "looked")
+    assert process.poll() is None
+    process.send_signal(getattr(signal, sent))
+    assert watched(out, process) == printed
+
+
 def test_sigterm_to_a_nodes_task_is_a_request_to_stop(compiled: Compile, tmp_path: Path) -> None:
     out = compiled({"slurm": {}})
     path = install(tmp_path / "bin")
@@ -240,6 +367,8 @@ def test_every_script_is_valid_bash(write_recipe: Callable[..., Path], tmp_path:
         (
             {"slurm": {"requeue": True, "exclude": "n9"}, "setup_script": "setup.sh"},
             {"slurm": {"container": {"image": "i"}, "exclusive": False}},
+            {"slurm": {"requeue": True}, "recovery": {"spares": 1}},
+            {"slurm": {}, "recovery": {}},
             {"launcher": "pdsh", "setup_script": "setup.sh", "env_from": ["TOKEN"]},
             {"launcher": "pdsh"},
             {"launcher": "openmpi", "setup_script": "setup.sh"},
