@@ -120,17 +120,22 @@ def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
 
 
 def lose_node(name: str) -> None:
-    """Kill a node's slurmd, the steps on it and their processes, as a power cut does."""
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            words = (environ.parent / "cmdline").read_bytes().split(b"\0")
-            of_slurmd = Path(os.fsdecode(words[0])).name in ("slurmd", "slurmstepd") and (
-                name.encode() in words
-            )
-            # so do the steps
-            in_job = f"SLURMD_NODENAME={name}".encode() in environ.read_bytes().split(b"\0")
-            if of_slurmd or in_job:
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+    """Kill a node's slurmd, then the steps on it, then their processes, as a power cut does: none
+    tells Slurm's controller of another's end."""
+    daemons, steps, ranks = set[int](), set[int](), set[int]()
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            if Path(os.fsdecode(words[0])).name == "slurmd" and name.encode() in words:
+                daemons.add(int(place.name))
+            if f"SLURMD_NODENAME={name}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                ranks.add(int(place.name))
+                parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
+                if b"slurmstepd" in Path("/proc", parent, "cmdline").read_bytes():
+                    steps.add(int(parent))
+    for pid in (*daemons, *steps, *ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def output(env: dict[str, str], *command: str) -> str:

@@ -128,15 +128,21 @@ def test_too_few_nodes_send_the_job_back_to_the_queue(tmp_path: Path) -> None:
     check_same_losses(out, uninterrupted(tmp_path), relative=True)
 
 
-def test_the_node_of_the_job_script_is_lost(tmp_path: Path) -> None:
-    """Slurm ends the script there, or goes on without it; another node submits the job again."""
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_node_of_the_job_script_is_lost(lost: bool, tmp_path: Path) -> None:
+    """Slurm ends the script of a node that is set DOWN, and lets the job run on without the script
+    of a node that has lost power; another node submits the job again."""
     out = supervised(TWO, tmp_path, {})
     with slurm(tmp_path / "slurm", spare=True) as env:
         job = submit(out, env)
         train_beyond(out, env, job, EVERY)
-        output(env, "scontrol", "update", f"NodeName={NODES[0]}", "State=DOWN", "Reason=test")
+        if lost:
+            lose_node(NODES[0])
+        else:
+            output(env, "scontrol", "update", f"NodeName={NODES[0]}", "State=DOWN", "Reason=test")
         again = str(int(job) + 1)
         wait_for(lambda: state(env, again).get("ExcNodeList") == NODES[0], 120)
         wait_for(lambda: state(env, job)["JobState"] in ENDED, 60)
+        assert state(env, job)["JobState"] == ("CANCELLED" if lost else "FAILED")
         output(env, "scancel", again)
     assert f"watch.sh: node {NODES[0]}, on which launch/job.sh ran, is lost" in log(out)
