@@ -4,6 +4,7 @@ that the file itself makes and tokenizes."""
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.parity.harness import (
     BETAS,
@@ -41,25 +43,35 @@ HELD_OUT = 5
 @dataclass(frozen=True)
 class PreferenceCase(Case):
     """objective: of the recipe. resumed: saved at a step under ZeRO-1, and goes on under the
-    case's layout."""
+    case's layout. starts: of pretrained weights, the folder's model."""
 
+    starts: str = "causal-lm"
     objective: dict[str, Any] = field(default_factory=lambda: {"name": "dpo", "beta": 0.3})
     resumed: bool = False
+
+    @property
+    def is_reward(self) -> bool:
+        return bool(self.objective["name"] == "reward")
 
 
 @dataclass(frozen=True)
 class PlainRun:
     """metrics: of each step, by name, and last those of the evaluation. scores: (pairs, 2) of the
-    starting weights. held_out_loss: after training, of the first HELD_OUT examples."""
+    starting weights. held_out_loss, held_out_rewards: after training, of the first HELD_OUT
+    examples; rewards (HELD_OUT, 2) of a reward model."""
 
     trained: Reference
     metrics: list[dict[str, float]]
     scores: np.ndarray
     held_out_loss: float
+    held_out_rewards: np.ndarray
 
 
-def texts(pairs: int) -> list[dict[str, str]]:
-    """Records of odd lengths; some completions end beyond the sequence, and one prompt fills it."""
+def texts(pairs: int, longest: int = 40) -> list[dict[str, str]]:
+    """Records of odd lengths; some completions end beyond the sequence, and one prompt fills it.
+
+    longest: rejected completion
+    """
     random, letters = np.random.default_rng(SEED), "abcdefgh ijklmnopäqrstuvwxyz.\n"
 
     def words(least: int, most: int) -> str:
@@ -67,7 +79,7 @@ def texts(pairs: int) -> list[dict[str, str]]:
         return "".join(random.choice(list(letters), count).tolist())
 
     records = [
-        {"prompt": words(1, 12), "chosen": words(1, 9), "rejected": words(1, 40)}
+        {"prompt": words(1, 12), "chosen": words(1, 9), "rejected": words(1, longest)}
         for _ in range(pairs)
     ]
     too_long = {"prompt": words(LENGTH + 1, LENGTH + 9), "chosen": "yes", "rejected": "no"}
@@ -76,7 +88,10 @@ def texts(pairs: int) -> list[dict[str, str]]:
 
 def records(case: PreferenceCase) -> list[dict[str, Any]]:
     """Pairs, or for kto a completion of each, with its label."""
-    pairs = texts(STEPS * case.batch)
+    pairs = texts(STEPS * case.batch, 20 if case.is_reward else 40)
+    if case.is_reward:  # a pair of which one is cut is left out, too
+        cut = {"prompt": "a", "chosen": "b", "rejected": "c" * LENGTH}
+        return [*pairs[:2], cut, *pairs[2:]]
     if case.objective["name"] != "kto":
         return list(pairs)
     random = np.random.default_rng(SEED + 1)
@@ -105,6 +120,39 @@ def write_pairs(case: PreferenceCase, folder: Path) -> None:
         "shuffle": False,
     }
     (folder / "recipe.yaml").write_text(json.dumps(document, indent=1))
+    if case.pretrained and case.starts == "causal-lm":
+        initial_model(MODELS[case.model], SEED).save_pretrained(folder / "weights")
+    elif case.pretrained:
+        reward_model(case, random=True).save_pretrained(folder / "weights")
+
+
+def reward_model(case: PreferenceCase, *, random: bool = False) -> Any:
+    """Random, as transformers makes it; or of a language model, with a head that is drawn as
+    docs/preference.md says."""
+    config = dict(MODELS[case.model])
+    config = AutoConfig.for_model(config.pop("model_type"), num_labels=1, **config)
+    torch.manual_seed(SEED)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    if random or not case.pretrained or case.starts != "causal-lm":
+        return model
+    language_model = initial_model(MODELS[case.model], SEED)
+    model.base_model.load_state_dict(language_model.base_model.state_dict())
+    seed = hashlib.sha256(f"{SEED} score".encode()).digest()[:7]
+    torch.manual_seed(int.from_bytes(seed, "big"))
+    model._init_weights(model.score)
+    return model
+
+
+def rewards(model: Any, rows: list[tuple[torch.Tensor, torch.Tensor, bool]]) -> torch.Tensor:
+    """(n, 2), chosen first: of each text alone, without padding, as transformers pools it."""
+    found = [
+        model(
+            input_ids=ids[place : place + 1, : int(is_label[place].nonzero()) + 1], use_cache=False
+        )
+        for ids, is_label, _ in rows
+        for place in range(2)
+    ]
+    return torch.stack([each.logits[0, 0] for each in found]).view(-1, 2)
 
 
 def rows(case: PreferenceCase) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
@@ -124,6 +172,9 @@ def rows(case: PreferenceCase) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
             whole = (prompt + completion.encode())[:LENGTH]
             ids[row, : len(whole)] = torch.tensor(list(whole))
             is_label[row, len(prompt) : len(whole)] = True
+            if case.is_reward:
+                is_label[row] = False
+                is_label[row, len(prompt + completion.encode()) - 1 :][:1] = True
         if is_label[:, 1:].any(dim=1).all():
             found.append((ids, is_label, record.get("label", True)))
     return found
@@ -164,6 +215,20 @@ def pair_loss(
     return losses, rewards
 
 
+def reward_loss(o: dict[str, Any], found: torch.Tensor) -> torch.Tensor:
+    """(n,) of rewards (n, 2), chosen first."""
+    compared = F.logsigmoid(found[:, 0] - found[:, 1])
+    centered: torch.Tensor = o["center_coefficient"] * found.sum(1).square()
+    return centered - compared
+
+
+def pair_metrics(found: torch.Tensor) -> dict[str, float]:
+    """found: rewards (n, 2), chosen first."""
+    chosen, rejected = found.unbind(1)
+    values = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
+    return {n: float(v.mean()) for n, v in zip(METRICS, values, strict=True)}
+
+
 def kto_loss(
     o: dict[str, Any], found: torch.Tensor, reference: torch.Tensor, is_desirable: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -192,7 +257,7 @@ def kto_loss(
 
 
 def plain_run(case: PreferenceCase) -> PlainRun:
-    model = initial_model(MODELS[case.model], SEED)
+    model = reward_model(case) if case.is_reward else initial_model(MODELS[case.model], SEED)
     if case.balance:
         add_balance(model, case.balance)
     base = copy.deepcopy(model)
@@ -208,12 +273,18 @@ def plain_run(case: PreferenceCase) -> PlainRun:
         eps=EPS,
     )
     pairs = rows(case)
-    with torch.no_grad():
-        scores = torch.stack([log_probabilities(base, pair[0], pair[1])[0] for pair in pairs])
+    scores = torch.zeros(0, 2)
+    if not case.is_reward:
+        with torch.no_grad():
+            scores = torch.stack([log_probabilities(base, pair[0], pair[1])[0] for pair in pairs])
     losses, norms, rates, metrics = [], [], [], []
 
     def measured(here: range) -> tuple[torch.Tensor, dict[str, float]]:
         """(losses (n,), their metrics) of these examples."""
+        if case.is_reward:
+            found = rewards(model, [pairs[i] for i in here])
+            each, found = reward_loss(case.objective, found), found.detach()
+            return each, pair_metrics(found)
         ids, is_label = (
             torch.cat(part) for part in zip(*(pairs[i][:2] for i in here), strict=True)
         )
@@ -221,10 +292,8 @@ def plain_run(case: PreferenceCase) -> PlainRun:
         if case.objective["name"] == "kto":
             is_desirable = torch.tensor([pairs[i][2] for i in here])
             return kto_loss(case.objective, found, scores[list(here)], is_desirable)
-        each, rewards = pair_loss(case.objective, found, tokens, scores[list(here)])
-        chosen, rejected = rewards.detach().unbind(1)
-        values = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
-        return each, {n: float(v.mean()) for n, v in zip(METRICS, values, strict=True)}
+        each, found_rewards = pair_loss(case.objective, found, tokens, scores[list(here)])
+        return each, pair_metrics(found_rewards.detach())
 
     for step in range(1, STEPS + 1):
         each, own = measured(range((step - 1) * case.batch, step * case.batch))
@@ -244,5 +313,6 @@ def plain_run(case: PreferenceCase) -> PlainRun:
     weights = {name: p.detach() for name, p in model.named_parameters()}
     with torch.no_grad():
         each, own = measured(range(HELD_OUT))
+        last = rewards(model, pairs[:HELD_OUT]) if case.is_reward else torch.zeros(0, 2)
     trained_run = Reference(losses, norms, rates, weights, frozenset())
-    return PlainRun(trained_run, [*metrics, own], scores.numpy(), float(each.mean()))
+    return PlainRun(trained_run, [*metrics, own], scores.numpy(), float(each.mean()), last.numpy())

@@ -12,9 +12,11 @@ from typing import cast
 import numpy as np
 import torch
 from deepspeed import comm as dist
+from transformers import AutoModelForSequenceClassification
 
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
+from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import Dataset, open_dataset
 from shardwright.data.sequences import ScoredSequences, SubsetSequences
@@ -24,13 +26,22 @@ from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
 from shardwright.plan.plan import Plan
 from shardwright.train.reference_scores import ReferenceScores
+from shardwright.train.training_session import check_parameters
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
 from tests.parity.engine_groups import compile_folder, from_rank_0
 from tests.parity.harness import STEPS, over_data_ranks
 from tests.parity.optimizer_worker import weight_difference
-from tests.parity.preference import HELD_OUT, METRICS, PreferenceCase, plain_run, write_pairs
+from tests.parity.preference import (
+    HELD_OUT,
+    METRICS,
+    PlainRun,
+    PreferenceCase,
+    plain_run,
+    rows,
+    write_pairs,
+)
 
 SAVED = 4
 
@@ -88,7 +99,10 @@ def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
     held_out = cast(Trainer, run.trainer).evaluate(ValidationBatches(run.plan, examples, run.at))
     assert held_out[1] == HELD_OUT
     metrics = [*metrics, run.trainer.objective_metrics()]
-    rows = run.data.train
+    check_parameters(
+        run.plan, dist.get_rank(), run.trainer.parameter_shards(), run.trainer.transposed
+    )
+    sequences = run.data.train
     found = [r.loss for r in results], [r.grad_norm for r in results]
     size = max(1.0, *wanted.trained.losses)  # ipo's are squares
     apart = training_apart(*found, wanted.trained)
@@ -104,12 +118,29 @@ def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
             for number, (step, plain) in enumerate(zip(metrics, wanted.metrics, strict=True))
             for name in METRICS
             # At the first step the model is the reference: rounding ranks the pairs.
-            if number or name != "accuracy" or not isinstance(rows, ScoredSequences)
+            if number or name != "accuracy" or not isinstance(sequences, ScoredSequences)
         ),
-        "scores": max_abs_diff(torch.from_numpy(rows.scores), torch.from_numpy(wanted.scores))
-        if isinstance(rows, ScoredSequences)
+        "scores": max_abs_diff(torch.from_numpy(sequences.scores), torch.from_numpy(wanted.scores))
+        if isinstance(sequences, ScoredSequences)
         else 0.0,
+        "exported": exported_difference(case, run, folder, wanted) if case.is_reward else 0.0,
     }
+
+
+def exported_difference(case: PreferenceCase, run: Run, folder: Path, wanted: PlainRun) -> float:
+    """Of the rewards that transformers computes of the exported model, for padded texts."""
+    save_checkpoint(run.plan, folder, run.trainer, STEPS)
+
+    def exported() -> float:
+        step = folder / run.plan.checkpoint.directory / f"step-{STEPS:08d}"
+        export_checkpoint(step, folder / "hf")
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "hf")
+        ids = torch.cat([ids for ids, *_ in rows(case)[:HELD_OUT]])
+        with torch.no_grad():
+            found = model(input_ids=ids).logits.view(-1, 2)
+        return max_abs_diff(found, torch.from_numpy(wanted.held_out_rewards))
+
+    return from_rank_0(exported)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ ORPO = {"name": "orpo", "beta": 0.4}
 KTO = {"name": "kto", "beta": 0.4, "desirable_weight": 1.2, "undesirable_weight": 0.9}
 SMOOTHED = {"name": "dpo", "beta": 0.5, "label_smoothing": 0.1}
 
+REWARD = {"name": "reward", "center_coefficient": 0.05}
+
 TWO: dict[str, Case] = {
     "llama-zero0": Case(model="llama", data=2, zero_stage=0),
     "gpt2-zero1-smoothed": Case(model="gpt2", data=2, objective=SMOOTHED),
@@ -42,6 +44,66 @@ TWO: dict[str, Case] = {
     "llama-kto-context2": Case(model="llama", context=2, objective=KTO),
     "resumed-llama-pp2": Case(model="llama", pipeline=2, resumed=True),
     "resumed-gpt2-tp2-simpo": Case(model="gpt2", tensor=2, objective=SIMPO, resumed=True),
+}
+REWARD_TWO: dict[str, Case] = {
+    "llama-reward-tp2": Case(model="llama", tensor=2, objective=REWARD),
+    "gpt2-reward-pp2": Case(model="gpt2", pipeline=2, objective=REWARD, checkpointing="full"),
+    "llama-reward-context2": Case(model="llama", context=2, objective=REWARD),
+    "qwen3-moe-reward-expert2": Case(model="qwen3_moe", data=2, expert=2, objective=REWARD),
+}
+REWARD_MORE: dict[str, Case] = {
+    "llama-reward-zero0": Case(model="llama", data=2, zero_stage=0, objective=REWARD),
+    "qwen3-moe-reward-zero1": Case(model="qwen3_moe", data=2, objective=REWARD, pretrained=True),
+    "gpt2-reward-zero2": Case(model="gpt2", data=2, zero_stage=2, objective=REWARD),
+    "llama-reward-zero3": Case(
+        model="llama", data=2, zero_stage=3, objective=REWARD, pretrained=True
+    ),
+    "qwen3-moe-reward-tp2": Case(model="qwen3_moe", tensor=2, objective=REWARD),
+    "qwen3-moe-reward-context2": Case(model="qwen3_moe", context=2, objective=REWARD),
+    "llama-reward-tied-pp2": Case(
+        model="llama-tied", pipeline=2, objective=REWARD, pretrained=True, checkpointing="selective"
+    ),
+    "gpt2-reward-tp2": Case(
+        model="gpt2", tensor=2, objective=REWARD, pretrained=True, starts="reward"
+    ),
+    "resumed-llama-reward-pp2": Case(
+        model="llama", pipeline=2, objective=REWARD, resumed=True, pretrained=True
+    ),
+    "resumed-qwen3-moe-reward-tp2": Case(
+        model="qwen3_moe", tensor=2, objective=REWARD, resumed=True
+    ),
+}
+REWARD_FOUR: dict[str, Case] = {
+    "llama-reward-tp2-pp2": Case(model="llama", tensor=2, pipeline=2, objective=REWARD),
+    "gpt2-reward-dualpipev": Case(
+        model="gpt2-deep",
+        data=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=4,
+        objective=REWARD,
+    ),
+    "llama-reward-dualpipev-tp2": Case(
+        model="llama-deep",
+        tensor=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=4,
+        objective=REWARD,
+    ),
+    "llama-reward-context2-zero3": Case(
+        model="llama", context=2, data=2, zero_stage=3, objective=REWARD
+    ),
+    "llama-reward-context2-pp2": Case(model="llama", context=2, pipeline=2, objective=REWARD),
+    "qwen3-moe-reward-expert2-tp2": Case(
+        model="qwen3_moe", data=2, expert=2, tensor=2, objective=REWARD
+    ),
+    "qwen3-moe-reward-expert2-pp2": Case(
+        model="qwen3_moe", data=2, expert=2, pipeline=2, objective=REWARD
+    ),
+    "resumed-qwen3-moe-reward-zero3": Case(
+        model="qwen3_moe", data=4, zero_stage=3, micro=1, objective=REWARD, resumed=True
+    ),
 }
 FOUR: dict[str, Case] = {
     "llama-tp2-pp2": Case(model="llama", tensor=2, pipeline=2),
@@ -81,6 +143,9 @@ FOUR: dict[str, Case] = {
     [
         pytest.param(TWO, id="two-ranks"),
         pytest.param(FOUR, id="four-ranks", marks=pytest.mark.prove),
+        pytest.param(REWARD_TWO, id="rewards"),
+        pytest.param(REWARD_MORE, id="rewards-two-ranks", marks=pytest.mark.prove),
+        pytest.param(REWARD_FOUR, id="rewards-four-ranks", marks=pytest.mark.prove),
     ],
 )
 def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
@@ -95,3 +160,4 @@ def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
     assert largest("weight") <= WEIGHT_ABSOLUTE, found
     assert largest("scores") <= 1e-5, found
     assert largest("metrics") <= 1e-5, found
+    assert largest("exported") <= 1e-5, found

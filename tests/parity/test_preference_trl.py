@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
-from shardwright.utils.numeric_difference import max_series_diff, state_dict_max_abs_diff
+from shardwright.utils.numeric_difference import (
+    max_abs_diff,
+    max_series_diff,
+    state_dict_max_abs_diff,
+)
 from tests.parity.harness import BETAS, DECAY, EPS, LENGTH, LR, SEED, metrics, must, shardwright
 from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
@@ -21,6 +30,8 @@ from tests.unit.data.test_chat import CHATML
 pytestmark = pytest.mark.launch
 
 BATCH, STEPS, WARMUP, BETA = 4, 6, 2, 0.3
+WHOLE = 48
+"""Tokens of a sequence that no record exceeds."""
 QUESTIONS = ("Wie geht es?", "What is 7 x 6?", "Name a tree.")
 METRICS = {
     "rewards_chosen": "rewards/chosen",
@@ -63,20 +74,23 @@ def records(*, of_messages: bool) -> list[dict[str, Any]]:
 
 
 def trl_run(
-    config: dict[str, Any],
+    start: Path,
     tokenizer: PreTrainedTokenizerFast,
     rows: list[dict[str, Any]],
     folder: Path,
+    name: str = "DPO",
+    length: int = LENGTH,
     **own: Any,
 ) -> tuple[list[float], list[dict[str, Any]], Any]:
-    """(losses, TRL's log lines, the trained model)."""
+    """(losses, TRL's log lines, the trained model). start: the starting weights. name: of TRL's
+    trainer and its configuration."""
+    import trl
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
-    from trl import DPOConfig, DPOTrainer
 
     losses: list[float] = []
 
-    class InOrder(DPOTrainer):
+    class InOrder(getattr(trl, f"{name}Trainer")):  # type: ignore[misc]
         def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
             return SequentialSampler(dataset or self.train_dataset)
 
@@ -85,10 +99,9 @@ def trl_run(
             losses.append(float(found[0] if isinstance(found, tuple) else found))
             return found
 
-    initial_model(config, SEED).save_pretrained(folder / "start")
     trainer = InOrder(
-        model=str(folder / "start"),
-        args=DPOConfig(
+        model=str(start),
+        args=getattr(trl, f"{name}Config")(
             output_dir=str(folder),
             per_device_train_batch_size=BATCH,
             num_train_epochs=1,
@@ -100,14 +113,13 @@ def trl_run(
             adam_beta2=BETAS[1],
             adam_epsilon=EPS,
             max_grad_norm=0.5,
-            max_length=LENGTH,
+            max_length=length,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            beta=BETA,
             model_init_kwargs={"dtype": "float32"},
             **own,
         ),
@@ -116,6 +128,46 @@ def trl_run(
     )
     trainer.train()
     return losses, trainer.state.log_history, trainer.model
+
+
+def exported_run(
+    folder: Path,
+    model: dict[str, Any],
+    objective: dict[str, Any],
+    layout: dict[str, int],
+    length: int = LENGTH,
+) -> Path:
+    """Compile, run and export a recipe on folder/pairs.jsonl; the exported folder."""
+    recipe = {
+        "version": 1,
+        "name": "preference",
+        "model": model,
+        "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
+        "training": {
+            "sequence_length": length,
+            "global_batch_size": BATCH,
+            "steps": STEPS,
+            "precision": "fp32",
+            "objective": objective,
+            "optimizer": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
+            "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "first_step": 0},
+            "gradient_clipping": 0.5,
+            "seed": SEED,
+        },
+        "data": {
+            "kind": "preference",
+            "path": "pairs.jsonl",
+            "tokenizer": "./tokenizer",
+            "shuffle": False,
+        },
+        "parallelism": {"micro_batch_size": 1, **layout},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
+    must(shardwright("run", folder / "out"))
+    [step] = (folder / "out" / "checkpoints").glob("step-*")
+    must(shardwright("export", step, "-o", folder / "hf"))
+    return folder / "hf"
 
 
 @pytest.mark.parametrize(
@@ -161,37 +213,14 @@ def test_trains_as_trl(
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     rows = records(of_messages=of_messages)
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {
-        "version": 1,
-        "name": "preference",
-        "model": {"config": config, "weights": "random"},
-        "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
-        "training": {
-            "sequence_length": LENGTH,
-            "global_batch_size": BATCH,
-            "steps": STEPS,
-            "precision": "fp32",
-            "objective": {**objective, "beta": BETA},
-            "optimizer": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
-            "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "first_step": 0},
-            "gradient_clipping": 0.5,
-            "seed": SEED,
-        },
-        "data": {
-            "kind": "preference",
-            "path": "pairs.jsonl",
-            "tokenizer": "./tokenizer",
-            "shuffle": False,
-        },
-        "parallelism": {"micro_batch_size": 1, **layout},
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    must(shardwright("compile", tmp_path / "recipe.yaml", "-o", tmp_path / "out"))
-    must(shardwright("run", tmp_path / "out"))
-    [step] = (tmp_path / "out" / "checkpoints").glob("step-*")
-    must(shardwright("export", step, "-o", tmp_path / "hf"))
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    losses, logs, trained = trl_run(config, tokenizer, rows, tmp_path / "trl", **own)
+    exported = exported_run(
+        tmp_path, {"config": config, "weights": "random"}, {**objective, "beta": BETA}, layout
+    )
+    model_after = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    initial_model(config, SEED).save_pretrained(tmp_path / "start")
+    losses, logs, trained = trl_run(
+        tmp_path / "start", tokenizer, rows, tmp_path / "trl", beta=BETA, **own
+    )
     lines = metrics(tmp_path / "out")
     assert max_series_diff([line["loss"] for line in lines], losses) <= 1e-5
     steps = [log for log in logs if "grad_norm" in log]
@@ -201,4 +230,68 @@ def test_trains_as_trl(
         found = [line[ours] for line in lines]
         assert max_series_diff(found, [log[theirs] for log in steps]) <= 1e-4, ours
     weights = {name: p.detach() for name, p in trained.named_parameters()}
-    assert state_dict_max_abs_diff(dict(exported.named_parameters()), weights) <= 1e-5
+    assert state_dict_max_abs_diff(dict(model_after.named_parameters()), weights) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "coefficient", "layout", "of_messages", "padding"),
+    [
+        pytest.param("llama", 0.05, {"pipeline": 2}, False, "<pad>", id="pp2-texts"),
+        pytest.param("qwen3_moe", 0.0, {"data": 2, "expert": 2}, True, "<pad>", id="ep2-messages"),
+        # The token before the end is read, as transformers finds it.
+        pytest.param("llama", 0.0, {"tensor": 2}, False, None, id="tp2-end-as-padding"),
+    ],
+)
+@pytest.mark.prove
+def test_trains_a_reward_model_as_trl(
+    model: str,
+    coefficient: float,
+    layout: dict[str, int],
+    of_messages: bool,
+    padding: str | None,
+    tmp_path: Path,
+) -> None:
+    config = {**MODELS[model], "vocab_size": 260}
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer.pad_token = padding
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = records(of_messages=of_messages)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = dict(config)
+    own = AutoConfig.for_model(own.pop("model_type"), num_labels=1, **own)
+    torch.manual_seed(SEED)
+    start = AutoModelForSequenceClassification.from_config(own, dtype=torch.float32)
+    start.save_pretrained(tmp_path / "start")
+    exported = exported_run(
+        tmp_path,
+        {"source": "./start", "weights": "pretrained"},
+        {"name": "reward", "center_coefficient": coefficient},
+        layout,
+        WHOLE,
+    )
+    losses, logs, trained = trl_run(
+        tmp_path / "start",
+        tokenizer,
+        rows,
+        tmp_path / "trl",
+        name="Reward",
+        length=WHOLE,
+        center_rewards_coefficient=coefficient or None,
+    )
+    lines = metrics(tmp_path / "out")
+    assert max_series_diff([line["loss"] for line in lines], losses) <= 1e-5
+    steps = [log for log in logs if "grad_norm" in log]
+    norms = [log["grad_norm"] for log in steps]
+    assert max_series_diff([line["grad_norm"] for line in lines], norms, relative=True) <= 1e-5
+    for ours, theirs in {"margin": "margin", "accuracy": "accuracy"}.items():
+        found = [line[ours] for line in lines]
+        assert max_series_diff(found, [log[theirs] for log in steps]) <= 1e-4, ours
+    after = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32)
+    weights = {name: p.detach() for name, p in trained.named_parameters()}
+    assert state_dict_max_abs_diff(dict(after.named_parameters()), weights) <= 1e-5
+    assert after.config.pad_token_id == trained.config.pad_token_id
+    texts = [f"{row['prompt']}{row['chosen']}<|im_end|>" for row in rows if "prompt" in row]
+    batch = tokenizer(texts or ["a", "bcd"], padding=True, return_tensors="pt")
+    batch = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    with torch.no_grad():
+        assert max_abs_diff(after(**batch).logits, trained.eval()(**batch).logits) <= 1e-5

@@ -28,6 +28,7 @@ from shardwright.checkpoint.checkpoint_saver import save_safetensors
 from shardwright.checkpoint.model_folder_checks import check_output_folder, damaged_checkpoint
 from shardwright.data.conversations import end_of_turn_id
 from shardwright.data.data_sources import all_data_sections, data_sections
+from shardwright.data.preferences import padding_id
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.byte_tokenizer import write_byte_tokenizer
@@ -428,8 +429,14 @@ def _write_configs(
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint / "model" / name, folder / name)
     drop_missing_tensors_from_config(model)
+    if plan.model.task_traits.scores_sequences:
+        # transformers reads the score of the last token that is not this one.
+        part = data_sections(plan.data)[0]
+        padding = padding_id(load_tokenizer(str(part.tokenizer), checkpoint))
+        model.config.get_text_config().pad_token_id = padding
     model.config.save_pretrained(folder)
-    write_generation_config(plan, model, checkpoint, folder)
+    if not plan.model.task_traits.scores_sequences:  # it writes no text
+        write_generation_config(plan, model, checkpoint, folder)
 
 
 def drop_missing_tensors_from_config(model: PreTrainedModel) -> None:

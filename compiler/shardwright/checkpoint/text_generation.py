@@ -243,6 +243,8 @@ def _load_checkpoint_model(
     plan = open_checkpoint(checkpoint, trust_code)
     if plan.model.task_traits.compares_pairs:
         raise _contrastive_refusal(checkpoint, plan.model.model_type)
+    if plan.model.task_traits.scores_sequences:
+        raise _reward_refusal(checkpoint)
     tokenizer = _tokenizer_of(plan, checkpoint)
     model = empty_model(load_config(plan, checkpoint), None, plan.model.task)
     with CheckpointReader(checkpoint) as reader:
@@ -306,6 +308,8 @@ def _load_huggingface_model(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if task_of_type(config.model_type) is CONTRASTIVE:
         raise _contrastive_refusal(folder, config.model_type)
+    if "ForSequenceClassification" in str(config.architectures):
+        raise _reward_refusal(folder)
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
@@ -338,6 +342,11 @@ def _with_image_processor(
     image_processor = ImageProcessor(processor, images, takes)
     template = template or image_processor.template or loaded.tokenizer.chat_template or ""
     return replace(loaded, image_processor=image_processor, template=template)
+
+
+def _reward_refusal(folder: Path) -> Refusal:
+    help = "Run `shardwright export`, and use transformers' AutoModelForSequenceClassification."
+    return cannot_generate(folder, "the model scores texts and writes none", help)
 
 
 def _contrastive_refusal(folder: Path, model_type: str) -> Refusal:

@@ -48,6 +48,8 @@ def run_export(args: argparse.Namespace) -> int:
     check_step_folder(args.checkpoint)
     check_output_folder(args.output)
     from shardwright.checkpoint.huggingface_export import export_checkpoint  # imports torch
+    from shardwright.models.tasks.task_registry import task_named
+    from shardwright.plan.plan import read_plan
 
     if export_checkpoint(
         args.checkpoint, args.output, args.precision, merge=args.merge, trust_code=args.trust_code
@@ -57,7 +59,8 @@ def run_export(args: argparse.Namespace) -> int:
             "AutoPeftModelForCausalLM.from_pretrained"
         )
     else:
-        print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
+        auto_class = task_named(read_plan(args.checkpoint).model.task).auto_class.__name__
+        print(f"wrote {args.output}: load it with {auto_class}.from_pretrained")
     return 0
 
 

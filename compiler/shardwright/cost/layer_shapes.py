@@ -119,7 +119,7 @@ class ModelShapes:
         1 where a style gathers them and each rank computes all
     matrices: matrices of the decoder layers, an upper bound of the parameters gathered one by one
     shared_numel: the tied tensor's local elements, which embedding and head both list (0 if untied)
-    head_width: local vocabulary
+    head_width: local width of the head's output, mostly the vocabulary
     flops_source: of the first layer that was not traced, else traced
     positions: a table of positions is added at the embedding, so layers have no rotary kernels
     """
@@ -195,7 +195,7 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         feed_forward_degree=tensor if is_feed_forward_sharded(graph) or not mapped else 1,
         matrices=sum(len(kinds[k].products) for k in kind_of if k >= 0),
         shared_numel=_shared_numel(graph, tensor),
-        head_width=-(-graph.vocabulary_size // tensor),
+        head_width=-(-graph.output_width // tensor),
         flops_source=next((s for s in sources if s != "traced"), "traced"),
         positions=sum(len(p.shape) == 2 for p in graph.layers[0].parameters) > 1,
     )

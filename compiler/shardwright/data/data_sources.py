@@ -82,6 +82,8 @@ def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSo
         read_by.append(part.skip_damaged)
     if part.labelled:
         read_by.append("labelled")
+    if part.scored:
+        read_by.append("scored")
     if part.add_bos_token != "auto":
         read_by.append(f"add_bos_token {part.add_bos_token}")
     settings = _digest(read_by)

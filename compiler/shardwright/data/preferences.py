@@ -22,7 +22,7 @@ from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExce
 from shardwright.data.indexed_dataset import DocumentWriter
 from shardwright.data.sequences import DESIRABLE_FILE
 from shardwright.data.source_files import ReadingProgress, Record, RecordCounts, records
-from shardwright.data.tokenizers import Ids, Tokenizer, document_prefix
+from shardwright.data.tokenizers import ByteTokenizer, Ids, Tokenizer, document_prefix
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.json_values import JsonObject, JsonValue
@@ -48,7 +48,7 @@ class Pair:
     where: str
 
 
-def read_pair(record: Record) -> Pair:
+def read_pair(record: Record, *, needs_prompt: bool = True) -> Pair:
     """Read a pair of completions. Raises SW6125."""
     document, where, _ = record
     chosen, rejected = (_completion(document, name, where) for name in COMPLETIONS)
@@ -58,7 +58,7 @@ def read_pair(record: Record) -> Pair:
     # TRL too: a text beside whole conversations repeats what both begin with.
     if given is None or isinstance(given, str) != isinstance(chosen, str):
         given, chosen, rejected = _split_prompt(chosen, rejected)
-        if not given:
+        if not given and needs_prompt:
             raise _malformed(where, "there is no prompt, and chosen and rejected begin differently")
     return Pair(
         prompt=given,
@@ -148,7 +148,8 @@ def read_labelled(record: Record) -> tuple[Labelled, ...]:
 class PreferenceReader:
     """Write two documents for each example, whose completions' tokens are labels: of a pair the
     prompt with both completions; of a labelled completion its prompt with it, and with the next
-    example's completion. Raises SW6112 and SW6125."""
+    example's completion. For a reward model the token whose score is read is the only label. Raises
+    SW1248, SW6112 and SW6125."""
 
     def __init__(
         self,
@@ -160,6 +161,7 @@ class PreferenceReader:
         self.part, self.tokenizer, self.writer, self.report = part, tokenizer, writer, report
         self._template = part.template or tokenizer.template
         self._renderer = ChatTemplateRenderer()
+        self._padding = padding_id(tokenizer) if part.scored else None
         self._first: Labelled | None = None
         self._waiting: tuple[Labelled, tuple[Ids, npt.NDArray[np.bool_]]] | None = None
         self._desirable: list[bool] = []
@@ -180,7 +182,7 @@ class PreferenceReader:
             self._end_labelled()
 
     def _write_pair(self, record: Record) -> None:
-        pair = read_pair(record)
+        pair = read_pair(record, needs_prompt=not self.part.scored)
         for ids, trained in [self._encode(pair, own) for own in pair.completions]:
             self.writer.add(ids, trained)
 
@@ -230,11 +232,11 @@ class PreferenceReader:
             after = []  # the text may end with these ids
         if before and ids[: len(before)].tolist() == before:
             before = []
-        return (
-            np.concatenate([np.asarray(x, dtype=np.int32) for x in (before, ids, after)]),
-            np.concatenate(
-                [np.zeros(len(before), np.bool_), trained, np.ones(len(after), np.bool_)]
-            ),
+        whole = np.concatenate([np.asarray(x, dtype=np.int32) for x in (before, ids, after)])
+        if self._padding is not None:
+            return whole, scored_token(whole, self._padding)
+        return whole, np.concatenate(
+            [np.zeros(len(before), np.bool_), trained, np.ones(len(after), np.bool_)]
         )
 
     def _rendered(self, pair: Pair | Labelled, completion: list[Message]) -> tuple[str, int]:
@@ -247,6 +249,8 @@ class PreferenceReader:
                 "Set data.template, or use the tokenizer of the model's instruction-tuned version.",
             )
         prompt = cast("list[Message]", pair.prompt)
+        # A reward model reads the whole conversation: where its answer starts, does not matter.
+        conversations = [] if self.part.scored else [(prompt, True)]
         try:
             texts = [
                 self._renderer.render(
@@ -257,7 +261,7 @@ class PreferenceReader:
                     turns=False,
                     asks=asks,
                 )[0]
-                for messages, asks in ((prompt, True), ([*prompt, *completion], False))
+                for messages, asks in (*conversations, ([*prompt, *completion], False))
             ]
         except (TemplateError, RenderLimitExceeded) as error:
             raise refusal(
@@ -265,4 +269,28 @@ class PreferenceReader:
                 f"{pair.where}: the chat template refuses the conversation: {error}",
                 "Correct the record, or set another data.template.",
             ) from None
-        return texts[1], _shared_length(*texts)
+        return texts[-1], 0 if self.part.scored else _shared_length(*texts)
+
+
+def padding_id(tokenizer: Tokenizer) -> int:
+    """Return the id that pads sequences of a reward model, as TRL chooses it: the tokenizer's
+    pad_token, else its eos_token; of bytes 0, which no text has. Raises SW1248."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return 0
+    if tokenizer.pad is None and not tokenizer.end:
+        raise refusal(
+            "SW1248",
+            "the tokenizer has neither a pad_token nor an eos_token: transformers finds the token "
+            "whose score it reads by the padding after it",
+            "Set pad_token in the tokenizer's tokenizer_config.json, and compile again.",
+        )
+    return tokenizer.end[0] if tokenizer.pad is None else tokenizer.pad
+
+
+def scored_token(ids: Ids, padding: int) -> npt.NDArray[np.bool_]:
+    """Mark the token whose score transformers reads: the last one that is not the padding id
+    (modeling_layers.py, GenericForSequenceClassification). Where padding is the end token, that is
+    the token before the end."""
+    marks = np.zeros(len(ids), dtype=np.bool_)
+    marks[np.flatnonzero(ids != padding)[-1:]] = True
+    return marks

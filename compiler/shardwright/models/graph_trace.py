@@ -71,6 +71,7 @@ class TextSizes:
     hidden: int
     feed_forward: int
     vocabulary: int
+    outputs: int
     heads: int
     key_value_heads: int
     head_dim: int
@@ -93,7 +94,7 @@ def make_layer(
     matmul = scores = projections = 0
     activations = attention = scores_elements = 0
     if kind == "head":
-        matmul = 2 * shapes.vocabulary * shapes.hidden
+        matmul = 2 * shapes.outputs * shapes.hidden
         # The final norm's input and output; logits are the cost model's workspace.
         activations = 2 * shapes.hidden
     elif kind == "decoder":
@@ -271,10 +272,12 @@ def _measure(
     hidden = first_size(text, "hidden_size") or 1
     heads = first_size(text, "num_attention_heads") or 1
     widest = max(max(p.shape) for p in first_layer if len(p.shape) >= 2)
+    vocabulary = int(text.vocab_size if table is None else table.shape[0])
     sizes = TextSizes(
         hidden=hidden,
         feed_forward=first_size(text, "intermediate_size", "n_inner") or widest,
-        vocabulary=int(text.vocab_size if table is None else table.shape[0]),
+        vocabulary=vocabulary,
+        outputs=1 if task.traits.scores_sequences else vocabulary,
         heads=heads,
         key_value_heads=first_size(text, "num_key_value_heads") or heads,
         head_dim=first_size(text, "head_dim") or hidden // heads,

@@ -283,7 +283,8 @@ def check_model_type(
     """Return the task that the type is trained for.
 
     Raises SW2003 (unknown type), SW2004 (no causal language model), SW2017 (encoder-decoder),
-    SW2019 (no vision-language model), SW2021 (no contrastive model). asked: the recipe's
+    SW2019 (no vision-language model), SW2021 (no contrastive model), SW1245 (no reward model).
+    asked: the recipe's
     `model.task`.
     """
     model_type = config.get("model_type")
@@ -305,8 +306,8 @@ def resolve_config(
 ) -> PretrainedConfig:
     """Return the transformers configuration with every value checked.
 
-    Raises SW2005, SW2006 (all of them), SW2007, SW2017, and those of check_model_type. asked: the
-    recipe's `model.task`.
+    Raises SW1247, SW2005, SW2006 (all of them), SW2007, SW2017, and those of check_model_type.
+    asked: the recipe's `model.task`.
     """
     task = check_model_type(config, key, inline, asked)
     model_type = str(config["model_type"])
@@ -334,6 +335,10 @@ def resolve_config(
     values = {
         renamed.get(name, name): value for name, value in config.items() if name not in left_out
     }
+    if task.traits.scores_sequences:
+        _check_labels(config, key)
+        values = {n: v for n, v in values.items() if n not in ("id2label", "label2id")}
+        values["num_labels"] = 1
     try:
         resolved = config_class(**values)
     except Exception as error:
@@ -348,6 +353,22 @@ def resolve_config(
             )
         )
     return resolved
+
+
+def _check_labels(config: JsonObject, key: KeyPath) -> None:
+    """Raise SW1247 for a classifier of several classes, which is no reward model. A language
+    model's configuration may have transformers' default labels."""
+    names, count = config.get("id2label"), config.get("num_labels")
+    classes = len(names) if isinstance(names, Mapping) else count
+    architectures = str(config.get("architectures"))
+    if "ForSequenceClassification" not in architectures or classes in (None, 1):
+        return
+    raise refusal(
+        "SW1247",
+        f"the model is a classifier of {classes} classes, and a reward model has one output",
+        "Start from a language model, or from a classification model with `num_labels: 1`.",
+        key,
+    )
 
 
 def config_error(error: Exception, key: KeyPath) -> Refusal:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,11 +73,17 @@ class ModelStructure:
         )
 
 
-def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> ModelStructure:
+def probe(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    beside: Batch | None = None,
+    find_loss: Callable[..., str | None] = own_loss,
+) -> ModelStructure:
     """Find how `model` is split, and verify it. Raises NotSplittable with the reason.
 
     model: tiny, on the CPU, in training mode without dropout.
     beside: other forward inputs of a vision-language model.
+    find_loss: takes these three, and returns PipelineSplit.loss.
     """
     if beside:
         others = {n: v.roll(1, -1) if v.is_floating_point() else v for n, v in beside.items()}
@@ -91,7 +97,7 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
     cut = replace(cut, together=find_inseparable_layers(model, cut, input_ids, beside))
     embedding, head = _boundary_parameters(model, cut, input_ids, beside)
     check_layer_split(model, cut, embedding, head, input_ids, beside)
-    loss = own_loss(model, input_ids, beside)
+    loss = find_loss(model, input_ids, beside)
     if loss is None:
         raise NotSplittable("its logits are not one row a token")
     untrained, causal = (

@@ -83,7 +83,7 @@ class PipelineSplit:
     untrained: names or patterns (`*` for numbers) of parameters without a gradient; no optimizer
         may change them, by weight decay either.
     loss: the loss the model computes from labels: "next_token" (labels = inputs), "given" (labels
-        already shifted), "other". Training always uses next-token cross-entropy.
+        already shifted), "pooled" (of a reward model, which reads one token's score), "other".
     causal: whether no logit depends on a later token.
     """
 
@@ -426,6 +426,11 @@ class ModelGraph:
             (p.shape[0] for p in reversed(self.layers[-1].parameters) if len(p.shape) == 2),
             self.hidden_size,
         )
+
+    @property
+    def output_width(self) -> int:
+        """Return the width of the head's output: the vocabulary, or a reward model's one score."""
+        return 1 if self.task_traits.scores_sequences else self.vocabulary_size
 
     @property
     def decoder_layers(self) -> int:

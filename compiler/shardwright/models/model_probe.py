@@ -37,7 +37,9 @@ from shardwright.models.model_files import exception_summary
 from shardwright.models.model_graph import LayerRange, ModelGraph, PipelineSplit, name_pattern
 from shardwright.models.model_skeleton import patch_forwards
 from shardwright.models.packed_attention import packed_attention_arguments, packed_document_masks
+from shardwright.models.tasks.causal_lm import own_loss
 from shardwright.models.tasks.contrastive import probe_contrastive
+from shardwright.models.tasks.sequence_classification import pooled_loss
 from shardwright.models.tasks.task_registry import CAUSAL_LM, Task, task_named
 from shardwright.models.tasks.vision_language import UnsupportedImages, modules_run_per_image
 from shardwright.models.tiny_config import VOCABULARY, has_every_layer_kind, shrink
@@ -195,7 +197,8 @@ def _probe(
                     logits_of(model, tokens, beside), original
                 ):
                     raise NotSplittable("between its layers more happens than its adapter knows")
-            probed = probe(model, tokens, beside)
+            scores = task_named(task).traits.scores_sequences
+            probed = probe(model, tokens, beside, pooled_loss if scores else own_loss)
             if beside is None:
                 # A sparse indexer may attend to another document with some texts only.
                 texts = (tokens, *(task_named(task).example(model.config) for _ in range(3)))

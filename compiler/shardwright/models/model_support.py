@@ -213,7 +213,8 @@ def unknown_type_error(model_type: object, known: Iterable[str], key: KeyPath | 
 def untrained_task_error(
     task: TaskName, model_type: str, known: Iterable[str], key: KeyPath | None
 ) -> Diagnostic:
-    """Build SW2004, SW2019 or SW2021: transformers has the type, but no model of it for the task.
+    """Build SW2004, SW2019, SW2021 or SW1245: transformers has the type, but no model of it for the
+    task.
 
     known: the types that the task trains.
     """
@@ -235,6 +236,13 @@ def untrained_task_error(
             f"model_type {model_type!r} cannot be trained on pairs of an image and a caption",
             f"`task: contrastive` trains {' and '.join(known)}; leave `task` out for what the "
             "type itself is trained for.",
+        ),
+        "sequence-classification": (
+            "SW1245",
+            f"transformers has no sequence classification of a {model_type!r}, which a reward "
+            "model is",
+            "`objective: {name: reward}` trains types that AutoModelForSequenceClassification and "
+            "AutoModelForCausalLM both know.",
         ),
     }[task]
     return found(code, key, message, help, nearest_types(model_type, known, cutoff=0.75))

@@ -26,6 +26,7 @@ from shardwright.models.model_graph import (
     ROW_STYLES,
     name_pattern,
 )
+from shardwright.models.tasks.sequence_classification import HEAD
 
 # Tensor-parallel maps for families without a plan in transformers, and additions to its plans.
 # Paths are relative to the base model; * is any number. tests/zoo verifies them.
@@ -257,6 +258,10 @@ def _gathered(model: PreTrainedModel, stack: str, styles: Mapping[str, str]) -> 
 def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
     """Split the embedding and the head by vocabulary, under every name of their parameters."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_reward_model = isinstance(getattr(model, HEAD, None), nn.Linear)
+    if is_reward_model and isinstance(table, nn.Embedding) and table.max_norm is None:
+        # Its head is one row, which every rank has.
+        return {n: "vocabulary_embedding" for n, m in model.named_modules() if m is table}
     if not isinstance(head, nn.Linear):
         return {}
     tied = isinstance(table, nn.Module) and table.weight is head.weight

@@ -408,6 +408,7 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
     from transformers import AutoConfig
 
     from shardwright.models.config_schema import decode_special_floats
+    from shardwright.models.tasks.sequence_classification import HEAD_WEIGHT
     from shardwright.models.tasks.task_registry import task_named
     from shardwright.models.weight_conversion import (
         dequantizer,
@@ -493,7 +494,19 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
         is_float_vector = tensor.dtype in FLOATS and len(tensor.shape) == 1
         if not _BUFFERS.search(key) or (is_float_vector and "inv_freq" not in key):
             unexpected[key] = name
-    if missing := [names[0] for names in parameters.values() if not shapes.keys() & set(names)]:
+    missing = [names[0] for names in parameters.values() if not shapes.keys() & set(names)]
+    if graph.task_traits.scores_sequences and missing == [HEAD_WEIGHT]:
+        missing = []
+        unexpected = {key: name for key, name in unexpected.items() if not key.endswith(_HEADS)}
+        yield found(
+            "SW2022",
+            _SOURCE,
+            f"the files are a language model's: {HEAD_WEIGHT}, the reward model's head, starts at "
+            "random, as the type initializes it",
+            "Nothing has to be done. `training.seed` decides its values.",
+            severity="note",
+        )
+    if missing:
         yield _missing(missing, len(parameters), list(unexpected))
     silent = ignored_keys(model, unexpected.values())
     yield from _unexpected(

@@ -147,10 +147,14 @@ def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     """Return S/s neighbouring tokens of each sequence; the batch itself with one rank.
 
     Labels are shifted first, because a shard's last label is the next shard's first token.
-    position_ids stay those of the whole sequences.
+    position_ids stay those of the whole sequences. The label of a token whose score is read stays
+    with it.
     """
     if ranks == 1:
         return batch
+    labels = batch.labels
+    if not batch.scored:
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
     def own(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(ranks, dim=1)[rank].contiguous()
@@ -159,11 +163,10 @@ def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     if teacher is not None:
         ids, log_probabilities = (own(x.roll(-1, dims=1)) for x in teacher)
         teacher = ids, log_probabilities
-    shifted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     return replace(
         batch,
         input_ids=own(batch.input_ids),
-        labels=own(shifted),
+        labels=own(labels),
         shifted=True,
         teacher=teacher,
     )

@@ -26,6 +26,7 @@ from shardwright.parallel.tensor_parallel_collectives import (
     top_log_probabilities,
     vocabulary_parallel_cross_entropy,
 )
+from shardwright.plan.plan import Plan
 from shardwright.recipe.objectives import ObjectiveSection
 
 
@@ -142,6 +143,18 @@ def objective_loss(
     return DistillationLoss(objective, device) if objective.traits.reads_teacher else None
 
 
+class RewardLoss(CausalLoss):
+    """Compute the loss of a reward model from the scores of all tokens (B, S, 1) and labels (B, S),
+    of which each row has one: the token whose score is read. `objective` has the formula."""
+
+    def __call__(
+        self, scores: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        assert isinstance(self.objective, PreferenceLoss) and isinstance(labels, torch.Tensor)
+        own = scores[..., 0].masked_fill(labels == IGNORE_INDEX, 0.0).double().sum(dim=1)
+        return self.objective(own, labels, (), self.scale)
+
+
 class ChunkedLoss(CausalLoss):
     """Compute the same loss from hidden states (B, S, H), with one chunk of logits in memory at a
     time.
@@ -168,6 +181,13 @@ class ChunkedLoss(CausalLoss):
             for pair in pairs
         ]
         return self._reduced(found, labels)
+
+
+def causal_loss_class(plan: Plan) -> type[CausalLoss]:
+    """Return the class of the loss that takes the outputs of a plan's model."""
+    if plan.training.objective.traits.scores_sequences:
+        return RewardLoss
+    return ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
 
 
 def wrap_chunked_loss(model: nn.Module, loss: ChunkedLoss) -> None:

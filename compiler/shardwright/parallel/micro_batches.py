@@ -43,6 +43,7 @@ class MicroBatch:
     desirable: (B,) bool of labelled completions; None for other data
     teacher: (B, S, K) ids of the teacher's most probable tokens in each token's place, and their
         log-probabilities; None without a teacher
+    scored: a label is the token whose score is read, and stays with it, not with its prediction
     """
 
     input_ids: torch.Tensor
@@ -56,6 +57,7 @@ class MicroBatch:
     reference: torch.Tensor | None = None
     desirable: torch.Tensor | None = None
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
+    scored: bool = False
 
     @property
     def predicted(self) -> int:
@@ -132,6 +134,7 @@ class TrainingBatches:
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.island = plan.island
         self.packed, self.rows_per_example = uses_packing(plan), rows_per_example(plan)
+        self.scored = plan.training.objective.traits.scores_sequences
         self.waits = 0
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
@@ -168,7 +171,11 @@ class TrainingBatches:
         indices = self.data.order.indices(step).reshape(self.shape)[self.island, :, data_rank]
         return [
             _micro_batch(
-                self.data.train.read(i), self.packed, self.image_processor, self.rows_per_example
+                self.data.train.read(i),
+                self.packed,
+                self.image_processor,
+                self.rows_per_example,
+                scored=self.scored,
             )
             for i in indices
         ]
@@ -204,6 +211,7 @@ class ValidationBatches:
         multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
         numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
         self._rows, self.rows_per_example = rows, rows_per_example(plan)
+        self._scored = plan.training.objective.traits.scores_sequences
         self.numbers = numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
         self.at_once = at_once or len(self.numbers)
         self.examples = len(rows)
@@ -221,6 +229,7 @@ class ValidationBatches:
                 self._packed,
                 self._image_processor,
                 self.rows_per_example,
+                scored=self._scored,
             )
             fills_up = np.repeat(numbers < 0, self.rows_per_example or 1)
             batch.labels[torch.from_numpy(fills_up)] = IGNORE_INDEX
@@ -264,11 +273,13 @@ def _micro_batch(
     packed: bool,
     image_processor: ImageProcessor | ContrastiveProcessor | None = None,
     rows_per_example: int | None = None,
+    *,
+    scored: bool = False,
 ) -> MicroBatch:
     """Build a micro-batch.
 
     packed: add position ids even where this block needs none, because stages exchange fixed shapes
-    rows_per_example: as MicroBatch has it
+    rows_per_example, scored: as MicroBatch has them
     """
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
@@ -300,6 +311,7 @@ def _micro_batch(
             reference=reference,
             desirable=desirable,
             teacher=teacher,
+            scored=scored,
         )
     starts = torch.from_numpy(
         np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,8 +25,9 @@ from shardwright.layout.formats import FORMATS
 from shardwright.models.config_schema import decode_special_floats
 from shardwright.models.mixture_of_experts import use_grouped_mm_where_it_fits
 from shardwright.models.remote_code_import import register
+from shardwright.models.tasks.sequence_classification import HEAD_WEIGHT
 from shardwright.models.tasks.task_registry import task_named
-from shardwright.parallel.weight_files import WeightFiles, Weights
+from shardwright.parallel.weight_files import SliceRange, WeightFiles, Weights
 from shardwright.parallel.weight_loader import EmptyWeights, LayerSeededWeights, empty_model
 from shardwright.plan.plan import Plan
 
@@ -102,9 +103,31 @@ def _pretrained(plan: Plan, config: PretrainedConfig, model: PreTrainedModel) ->
         if name in stored:
             files.check(name, tuple(parameter.shape))
     missing = [names[0] for names in by_tensor.values() if not stored & set(names)]
+    if plan.model.task_traits.scores_sequences and missing == [HEAD_WEIGHT]:
+        return WeightsWithNewHead(plan, files, model)
     if missing:
         raise files.refusal(f"{missing[0]} and {len(missing) - 1} more tensors are missing")
     return files
+
+
+class WeightsWithNewHead:
+    """Read a language model's files, and draw the head of a reward model as its type initializes
+    it, from the seed: the same in every layout."""
+
+    def __init__(self, plan: Plan, files: WeightFiles, model: PreTrainedModel) -> None:
+        self.files = files
+        self.drawn = LayerSeededWeights(model, plan.model.cut.stack, plan.training.seed)
+
+    def names(self) -> Iterable[str]:
+        return (*self.files.names(), HEAD_WEIGHT)
+
+    def read(self, name: str, range_: SliceRange | None) -> torch.Tensor:
+        owner = self.drawn if name == HEAD_WEIGHT else self.files
+        return owner.read(name, range_)
+
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        owner = self.drawn if name == HEAD_WEIGHT else self.files
+        return owner.may_round(name, dtype)
 
 
 @contextlib.contextmanager

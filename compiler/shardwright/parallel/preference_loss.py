@@ -1,4 +1,4 @@
-"""Reduce the log-probabilities of a micro-batch's rows to the loss of its pairs, in every layout,
+"""Reduce what the model gives a micro-batch's rows to the loss of its pairs, in every layout,
 and collect what the metrics and a reference's scores need."""
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ class PreferenceLoss:
 
     def __call__(
         self,
-        log_probabilities: torch.Tensor,
+        scores: torch.Tensor,
         labels: torch.Tensor,
         beside: Sequence[torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
         """Return the loss.
 
-        log_probabilities: (B,) fp64 sums over this rank's tokens
-        labels: (B, S) aligned with their predictions
+        scores: (B,) fp64: the labels' log-probabilities, or a reward model's outputs, summed over
+            this rank's tokens
+        labels: (B, S) aligned with what is summed
         beside: (B,) fp64 of the reference model, and (B,) whether the row is desirable, where the
             objective reads them
         """
         tokens, shards = (labels != IGNORE_INDEX).sum(dim=1), 1
         if self.context_group is not None:
             shards = dist.get_world_size(self.context_group)
-            whole = torch.stack([log_probabilities.detach(), tokens.double()])
+            whole = torch.stack([scores.detach(), tokens.double()])
             dist.all_reduce(whole, group=self.context_group)
             # The value is the whole row's, and the gradient that of this rank's tokens.
-            others = whole[0] - log_probabilities.detach()
-            log_probabilities, tokens = log_probabilities + others, whole[1].long()
+            others = whole[0] - scores.detach()
+            scores, tokens = scores + others, whole[1].long()
         reference = beside[0] if beside else None
 
         def completions(first: int, each: int) -> Completions:
             return Completions(
-                log_probabilities=log_probabilities[first::each],
+                scores=scores[first::each],
                 reference=None if reference is None else reference[first::each],
                 tokens=tokens[first::each].clamp(min=1),
             )

@@ -463,8 +463,10 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["model"]["kernels"]
     if plan.model.router_aux_loss is None:
         del document["model"]["router_aux_loss"]
+    if plan.model.task == "causal-lm":
+        del document["model"]["task"]
     if not plan.model.task_traits.has_images:
-        del document["model"]["task"], document["model"]["vision_encoder_blocks"]
+        del document["model"]["vision_encoder_blocks"]
     if plan.model.transformer_engine == "off":
         del document["model"]["transformer_engine"]
     if not plan.model.frozen:
@@ -497,8 +499,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def _leave_out_defaults(data: dict[str, Any]) -> None:
     if data["add_bos_token"] == "auto":
         del data["add_bos_token"]
-    if not data["labelled"]:
-        del data["labelled"]
+    for key in ("labelled", "scored"):
+        if not data[key]:
+            del data[key]
     if data["images"] is None:
         del data["images"]
         if not data["skip_damaged"]:

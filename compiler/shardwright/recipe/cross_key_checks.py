@@ -19,7 +19,12 @@ from shardwright.recipe.island_keys import (
 )
 from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
 from shardwright.recipe.learning_rate_schedules import DEFAULT_LR_END, OPTIONAL_KEYS, SCHEDULES
-from shardwright.recipe.objectives import OBJECTIVE_KEYS, OBJECTIVES, PREFERENCE_KIND
+from shardwright.recipe.objectives import (
+    OBJECTIVE_KEYS,
+    OBJECTIVES,
+    PREFERENCE_KIND,
+    SCORING_TASK,
+)
 from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
 from shardwright.recipe.sbatch_options import sbatch_option_errors
@@ -369,6 +374,24 @@ def objective_fits_data(view: DocumentView) -> Iterator[Diagnostic]:
             help = f"Write `training: {{objective: {{name: {join_with_or(pairs)}}}}}`."
         message = f"the objective {name} does not train on {kind} data"
         yield found("SW1228", f"{key}.kind", message, help)
+
+
+@cross_check("training.objective.name", "model.task")
+def objective_fits_task(view: DocumentView) -> Iterator[Diagnostic]:
+    """Check that a reward model, and no other, is trained for sequence classification."""
+    name, task = view.text("training.objective.name"), view.get("model.task")
+    scores = OBJECTIVES[name].scores_sequences
+    if task in (None, "auto") or scores == (task == SCORING_TASK):
+        return
+    owners = [each for each, traits in OBJECTIVES.items() if traits.scores_sequences]
+    yield found(
+        "SW1246",
+        "model.task",
+        f"the objective {name} does not train a model for {task}",
+        "Leave `task` out."
+        if scores
+        else f"Leave `task` out, or write `training: {{objective: {{name: {owners[0]}}}}}`.",
+    )
 
 
 def _kinds(section: JsonValue, key: str) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ Offload = Literal["none", "optimizer", "parameters"]
 Loss = Literal["full", "chunked"]
 ExpertDispatcher = Literal["alltoall", "deepep"]
 """Names what sends tokens to the ranks of their experts (Megatron-Core's token dispatchers)."""
-TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
+TaskName = Literal["causal-lm", "image-text-to-text", "contrastive", "sequence-classification"]
 """Names the task that a model is trained for."""
 Kernels = Literal["hf", "compile"]
 """Names how a decoder layer runs: Hugging Face's modules, one kernel per operator, or torch.compile

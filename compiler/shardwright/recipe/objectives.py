@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwright.recipe.literal_types import TaskName
 from shardwright.utils.json_values import JsonObject
 
 NEXT_TOKEN = "next-token"
+SCORING_TASK: TaskName = "sequence-classification"
+"""The task of a reward model."""
 PREFERENCE_KIND = "preference"
 """The kind of data whose examples are a chosen and a rejected completion of one prompt."""
 
@@ -20,7 +23,9 @@ class ObjectiveTraits:
     is a chosen and a rejected completion. reads_labels: an example is a completion and whether it
     is desirable, and beside it one of another prompt, of which only the log-probability is read.
     reads_reference: the loss reads the log-probabilities of a reference model. reads_teacher: it
-    reads another model's most probable tokens. defaults: of the keys that the objective takes.
+    reads another model's most probable tokens. scores_sequences: the model is a reward model, of
+    task sequence-classification, which gives a sequence one number. defaults: of the keys that the
+    objective takes.
     """
 
     sequences_per_example: int = 1
@@ -28,6 +33,7 @@ class ObjectiveTraits:
     reads_labels: bool = False
     reads_reference: bool = False
     reads_teacher: bool = False
+    scores_sequences: bool = False
     defaults: JsonObject = field(default_factory=dict)
 
     @property
@@ -74,20 +80,26 @@ OBJECTIVES: Mapping[str, ObjectiveTraits] = {
     "distill": ObjectiveTraits(
         reads_teacher=True, defaults={"teacher": None, "teacher_weight": 1.0}
     ),
+    "reward": ObjectiveTraits(
+        sequences_per_example=2,
+        compares_pairs=True,
+        scores_sequences=True,
+        defaults={"center_coefficient": 0.0},
+    ),
 }
 """The defaults are those of the papers; models/tasks/preference.py and
 parallel/distillation_loss.py have the formulas."""
 
 METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
-"""Means over a step's pairs: implicit rewards, the share in which the chosen one's is higher, and
-by how much. Of labelled completions: the rewards of desirable and of undesirable ones, the share
-whose reward is above 0 where it is desirable and not above where it is not, and the difference of
-the two means."""
+"""Means over a step's pairs: implicit rewards, or a reward model's own; the share in which the
+chosen one's is higher, and by how much. Of labelled completions: the rewards of desirable and of
+undesirable ones, the share whose reward is above 0 where it is desirable and not above where it is
+not, and the difference of the two means."""
 
 OBJECTIVE_KEYS = (
     *("beta", "gamma", "label_smoothing", "average"),
     *("desirable_weight", "undesirable_weight", "reference", "reference_model"),
-    *("teacher", "teacher_weight"),
+    *("center_coefficient", "teacher", "teacher_weight"),
 )
 
 
@@ -110,6 +122,7 @@ class ObjectiveSection:
     reference_model: str | None = None
     teacher: str | None = None
     teacher_weight: float | None = None
+    center_coefficient: float | None = None
 
     @property
     def traits(self) -> ObjectiveTraits:
@@ -125,7 +138,8 @@ def objective_under_own_weights(section: JsonObject) -> JsonObject:
 
 
 def with_objective_defaults(document: JsonObject) -> JsonObject:
-    """Fill in the keys of the chosen objective, in a recipe as written."""
+    """Fill in the keys of the chosen objective, and the task of a reward model, in a recipe as
+    written."""
     training = document.get("training")
     section = training.get("objective") if isinstance(training, Mapping) else None
     name = section.get("name") if isinstance(section, Mapping) else None
@@ -133,7 +147,13 @@ def with_objective_defaults(document: JsonObject) -> JsonObject:
     if traits is None or not isinstance(training, Mapping) or not isinstance(section, Mapping):
         return document
     given = {key: value for key, value in section.items() if value is not None}
-    return {**document, "training": {**training, "objective": {**traits.defaults, **given}}}
+    document = {**document, "training": {**training, "objective": {**traits.defaults, **given}}}
+    model = document.get("model")
+    if traits.scores_sequences and isinstance(model, Mapping):
+        task = model.get("task")
+        own = SCORING_TASK if task in (None, "auto") else task
+        document = {**document, "model": {**model, "task": own}}
+    return document
 
 
 def without_objective_defaults(training: JsonObject) -> JsonObject:

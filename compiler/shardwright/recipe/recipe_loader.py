@@ -25,6 +25,7 @@ from shardwright.recipe.objectives import (
     NEXT_TOKEN,
     OBJECTIVES,
     PREFERENCE_KIND,
+    ObjectiveTraits,
     with_objective_defaults,
     without_objective_defaults,
 )
@@ -262,14 +263,12 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
             scheduler[key] = 0
     data, validation, lora = section("data"), section("validation"), section("lora")
     objective = cast(JsonObject, training.get("objective") or {"name": NEXT_TOKEN})
-    labelled = OBJECTIVES[str(objective["name"])].reads_labels
+    traits = OBJECTIVES[str(objective["name"])]
     if validation is not None:
         own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
         validation = {
             **own,
-            "data": _data(validation, directory, labelled=labelled)
-            if "kind" in validation
-            else None,
+            "data": _data(validation, directory, traits) if "kind" in validation else None,
         }
     for key in ("hostfile", "setup_script"):
         if launch[key] is not None:
@@ -299,7 +298,7 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
         "model": model,
         "cluster": {**_without_auto(cluster), "gpu": cluster["gpu"]},  # a name
         "training": {**_without_auto(training), "scheduler": scheduler},
-        "data": None if data is None else _data(data, directory, labelled=labelled),
+        "data": None if data is None else _data(data, directory, traits),
         "validation": validation,
         "parallelism": _without_auto(parallelism),
         "launch": {**_without_auto(launch), "launcher": launch["launcher"], "env": env},
@@ -315,16 +314,18 @@ def _without_auto(section: Section) -> Section:
     return {key: None if value == "auto" else value for key, value in section.items()}
 
 
-def _data(data: Section, directory: str, *, labelled: bool) -> Section:
+def _data(data: Section, directory: str, traits: ObjectiveTraits) -> Section:
     """Make the paths of a data section absolute, a mixture's parts included, and add the keys that
     its kind lacks."""
+    is_preference = data.get("kind") == PREFERENCE_KIND
     resolved = {
         "kind": "mixture",
         "path": None,
         "tokenizer": None,
         "packing": True,
         "shuffle": True,
-        "labelled": labelled and data.get("kind") == PREFERENCE_KIND,
+        "labelled": traits.reads_labels and is_preference,
+        "scored": traits.scores_sequences and is_preference,
     } | data
     if resolved["path"] is not None:
         resolved["path"] = absolute_dataset_path(
@@ -336,7 +337,7 @@ def _data(data: Section, directory: str, *, labelled: bool) -> Section:
         resolved["images"] = {**images, "folder": absolute_path(str(images["folder"]), directory)}
     if "mixture" in data:
         resolved["mixture"] = [
-            _data(dict(part), directory, labelled=labelled)
+            _data(dict(part), directory, traits)
             for part in cast("list[JsonObject]", data["mixture"])
         ]
     return resolved

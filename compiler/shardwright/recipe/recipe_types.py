@@ -291,7 +291,8 @@ class DataSection:
     vision-language model. skip_damaged: share of the records that may be skipped. add_bos_token:
     whether documents of text, jsonl and parquet begin with it; auto: as the tokenizer does.
     mixture: the parts of kind "mixture" with their weights; shuffle applies to all parts.
-    labelled: of preference: single completions with labels, as the objective takes them.
+    labelled: of preference: single completions with labels, as the objective takes them. scored: of
+    preference: a reward model scores each whole sequence, and its last token is the only label.
     """
 
     kind: (
@@ -311,6 +312,7 @@ class DataSection:
     weight: float = 1.0
     mixture: tuple[DataSection, ...] = ()
     labelled: bool = False
+    scored: bool = False
 
     @property
     def documents_per_example(self) -> int:

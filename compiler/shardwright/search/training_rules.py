@@ -27,7 +27,7 @@ from shardwright.models.trainable_parameters import (
 )
 from shardwright.plan.plan import zero_learning_rate_updates
 from shardwright.recipe.learning_rate_schedules import SCHEDULES
-from shardwright.recipe.objectives import NEXT_TOKEN
+from shardwright.recipe.objectives import NEXT_TOKEN, SCORING_TASK
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, Recipe
 
 
@@ -317,8 +317,15 @@ def objective_verified(x: Candidate) -> Diagnostic | None:
     objective = x.recipe.training.objective
     if objective.name == NEXT_TOKEN:
         return None
+    scores = objective.traits.scores_sequences
     refused = {
-        "model.task": (x.graph.task != "causal-lm", f"{x.graph.task} models"),
+        "model.task": (
+            x.graph.task not in ("causal-lm", SCORING_TASK),
+            f"{x.graph.task} models",
+        ),
+        # Its head would have to be trained in full beside the adapters.
+        "lora": (scores and x.recipe.lora is not None, "LoRA"),
+        "model.loss": (scores and x.recipe.model.loss == "chunked", "loss: chunked"),
         "cluster.islands": (x.recipe.cluster.islands > 1, "DiLoCo islands"),
         "tracking.noise_scale": (
             x.recipe.tracking is not None and x.recipe.tracking.noise_scale is not None,

@@ -143,7 +143,7 @@ def verify_recipe(recipe: Recipe, report_progress: ProgressCallback) -> Verifica
         raise
     shutil.rmtree(folder, ignore_errors=True)
     return VerificationResult(
-        architecture=graph.architecture,
+        architecture=plan.model.architecture,  # of a reward model, the language model's layers
         parameters=plan.model.total_parameters,
         layout=strategy.describe(),
         verified=small.describe(),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shardwright.data.dataset import Dataset
+from shardwright.data.preferences import padding_id, scored_token
+from shardwright.data.tokenizers import ByteTokenizer
+from shardwright.diagnostics import Refusal
 from tests.unit.data.data_plans import opened, part, plan, refused
 from tests.unit.data.test_chat import CHATML, REASONING
 
@@ -212,3 +216,46 @@ def test_parts_of_a_mixture_keep_their_labels(tmp_path: Path) -> None:
     block = data.train.read(np.asarray([3, 0]))
     assert block.tokens.shape == (4, 30) and block.desirable is not None
     assert block.desirable.tolist() == [False] * 2 + [True] * 2
+
+
+def scored(folder: Path, *records: Any, length: int = 400, **more: Any) -> Dataset:
+    return pairs(folder, *records, length=length, scored=True, **more)
+
+
+def test_a_reward_model_reads_the_last_token(tmp_path: Path) -> None:
+    data = scored(tmp_path, {"prompt": "Was? ", "chosen": "Schön.", "rejected": "Nein"})
+    assert shown(data) == [("Was? Schön.", "."), ("Was? Nein", "n")]
+
+
+def test_a_reward_model_needs_no_prompt(tmp_path: Path) -> None:
+    """Texts and conversations that begin differently are compared as they are."""
+    talks = {"chosen": [USER, answer("c")], "rejected": [answer("r")]}
+    data = scored(tmp_path, {"chosen": "yes", "rejected": "no"}, talks, template=CHATML)
+    assert [labels for _, labels in shown(data)] == ["s", "o"]
+    assert shown(data, 1)[1][0].count("assistant") == 1
+
+
+def test_a_pair_that_is_cut_is_not_compared(tmp_path: Path) -> None:
+    """Its last token would be missing."""
+    short = {"prompt": "p", "chosen": "c", "rejected": "r" * 19}
+    data = scored(tmp_path, short | {"rejected": "r" * 20}, short, length=20)
+    assert len(data.train) == 1 and shown(data)[1] == ("p" + "r" * 19, "r")
+
+
+def test_the_token_that_is_read_is_not_padding() -> None:
+    """As transformers finds it: where the end token pads, that is the one before it."""
+    ids = np.asarray([5, 2, 7, 8, 2, 2])
+    assert scored_token(ids, 2).tolist() == [False, False, False, True, False, False]
+    assert scored_token(ids, 9).tolist() == [False] * 5 + [True]
+    assert not scored_token(np.asarray([2, 2]), 2).any()
+
+
+def test_padding_is_chosen_as_trl_does() -> None:
+    made: Any = SimpleNamespace(pad=3, end=[2])
+    assert padding_id(made) == 3
+    assert padding_id(SimpleNamespace(pad=None, end=[2])) == 2  # type: ignore[arg-type]
+    assert padding_id(ByteTokenizer()) == 0
+    with pytest.raises(Refusal) as refusal:
+        padding_id(SimpleNamespace(pad=None, end=[]))  # type: ignore[arg-type]
+    [diagnostic] = refusal.value.diagnostics
+    assert diagnostic.code == "SW1248" and "pad_token" in str(diagnostic.help)

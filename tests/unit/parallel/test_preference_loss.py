@@ -13,7 +13,7 @@ from torch import distributed
 
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.preference import PAIR_LOSSES, Completions
-from shardwright.parallel.distributed_losses import CausalLoss
+from shardwright.parallel.distributed_losses import CausalLoss, RewardLoss
 from shardwright.parallel.preference_loss import PreferenceLoss
 from shardwright.recipe.objectives import METRICS, OBJECTIVES, ObjectiveSection
 
@@ -28,7 +28,7 @@ def objective(name: str, **keys: float | bool) -> ObjectiveSection:
 def completions(total: float, tokens: int, reference: float) -> Completions:
     sums = torch.tensor([total], dtype=torch.float64, requires_grad=True)
     beside = torch.tensor([reference], dtype=torch.float64)
-    return Completions(log_probabilities=sums, reference=beside, tokens=torch.tensor([tokens]))
+    return Completions(scores=sums, reference=beside, tokens=torch.tensor([tokens]))
 
 
 def loss_of(o: ObjectiveSection, chosen: Completions, rejected: Completions) -> float:
@@ -58,6 +58,10 @@ def test_known_values() -> None:
     odds = [p / (1 - p) for p in (math.exp(-2.5), math.exp(-3))]
     wanted = 2.5 + 0.1 * math.log1p(odds[1] / odds[0])
     assert loss_of(objective("orpo"), chosen, rejected) == pytest.approx(wanted)
+    better, worse = completions(0.5, 1, 0), completions(-0.25, 1, 0)
+    wanted = math.log1p(math.exp(-0.75)) + 0.1 * 0.25**2
+    reward = objective("reward", center_coefficient=0.1)
+    assert loss_of(reward, better, worse) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -67,7 +71,7 @@ def test_gradients_are_finite_for_any_probability(name: str, total: float) -> No
     chosen, rejected = completions(total, 3, -2), completions(-3000.0, 5, -1e-9)
     PAIR_LOSSES[name](objective(name), chosen, rejected).losses.sum().backward()
     for each in (chosen, rejected):
-        gradient = each.log_probabilities.grad
+        gradient = each.scores.grad
         assert gradient is not None and gradient.isfinite().all(), name
 
 
@@ -96,6 +100,22 @@ def test_pairs_that_fill_up_a_batch_do_not_count(one_process: None) -> None:
     assert metrics == first.objective.metrics(is_counted=True)
     assert set(metrics) == set(METRICS) and metrics["margin"] != 0
     assert set(loss.objective.metrics(is_counted=True).values()) == {0.0}, "they are read once"
+
+
+def test_a_reward_is_the_score_of_the_label_itself(one_process: None) -> None:
+    scores = torch.arange(12.0).view(4, 3, 1).requires_grad_()
+    labels = torch.full((4, 3), IGNORE_INDEX)
+    labels[0, 2] = labels[1, 0] = labels[2, 1] = 7  # of the second pair, one has no label
+    loss = RewardLoss()
+    loss.preference = PreferenceLoss(objective("reward"), CPU)
+    assert float(loss(scores, labels).detach()) == pytest.approx(math.log1p(math.exp(3 - 2)))
+    metrics = loss.preference.metrics(is_counted=True)
+    assert metrics == {
+        "rewards_chosen": 2.0,
+        "rewards_rejected": 3.0,
+        "accuracy": 0.0,
+        "margin": -1.0,
+    }
 
 
 def test_scores_are_of_each_label() -> None:

@@ -31,8 +31,9 @@ def test_an_objective_has_its_defaults(name: str, tmp_path: Path) -> None:
     objective = loaded(tmp_path, f"{{name: {name}}}").training.objective
     for key in OBJECTIVE_KEYS:
         assert getattr(objective, key) == OBJECTIVES[name].defaults.get(key)
-    given = loaded(tmp_path, f"{{name: {name}, beta: 0.7}}").training.objective
-    assert given.beta == 0.7
+    key = next(iter(OBJECTIVES[name].defaults))
+    given = loaded(tmp_path, f"{{name: {name}, {key}: 0.7}}").training.objective
+    assert getattr(given, key) == 0.7
 
 
 def test_distillation_needs_a_teacher_and_takes_other_data(tmp_path: Path) -> None:
@@ -146,3 +147,22 @@ def test_a_reference_is_a_model_or_a_score_file(
     errors = [d for d in check_files(recipe) if d.code == "SW1243"]
     assert [wrong in d.message for d in errors if wrong] == ([True] if wrong else [])
     assert bool(errors) == (wrong is not None)
+
+
+def test_a_reward_model_is_a_sequence_classification(tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, "{name: reward}")
+    assert recipe.model.task == "sequence-classification"
+    assert recipe.data is not None and recipe.data.scored
+    assert loaded(tmp_path, "{name: dpo}").model.task == "auto"
+
+
+@pytest.mark.parametrize(
+    ("objective", "task"), [("reward", "causal-lm"), ("dpo", "sequence-classification")]
+)
+def test_a_task_of_another_objective_is_refused(objective: str, task: str, tmp_path: Path) -> None:
+    loaded(tmp_path, f"{{name: {objective}}}")
+    with pytest.raises(Refusal) as refused:
+        load_recipe(tmp_path / "recipe.yaml", [f"model.task={task}"])
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1246" and diagnostic.key == ("model", "task")
+    assert "Leave `task` out" in str(diagnostic.help)

@@ -145,8 +145,8 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
     The warning says why AutoTP cannot express the plan's tensor-parallel map.
     """
     degree = plan.tensor_parallel.degree
-    if degree == 1 or plan.strategy.pipeline > 1:
-        return None
+    if degree == 1 or plan.strategy.pipeline > 1 or plan.model.task_traits.scores_sequences:
+        return None  # of a reward model AutoTP was not tried
     specs: dict[str, JsonObject] = {}
     head = ""
     for split in plan.tensor_parallel.modules:

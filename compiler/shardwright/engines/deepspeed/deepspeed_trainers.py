@@ -51,6 +51,7 @@ from shardwright.parallel.context_parallel import CONTEXT_PARALLEL, contiguous_s
 from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
+    causal_loss_class,
     micro_batch_loss,
     objective_loss,
     wrap_chunked_loss,
@@ -229,7 +230,7 @@ class DeepSpeedTrainer:
 
 def build_causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
     sizes = plan.tensor_parallel.vocabulary_sizes
-    kind = ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
+    kind = causal_loss_class(plan)
     cut = (
         (grid.get_slice_parallel_group(), sum(sizes[: grid.get_slice_parallel_rank()]))
         if sizes

@@ -97,7 +97,7 @@ REFERENCE = Engine(
         "training.low_precision": "torchao's linears of this format are prototypes for single GPUs",
     },
     rules=RULES,  # SW1921 refuses `extra`
-    tasks=frozenset({"causal-lm", "image-text-to-text"}),
+    tasks=frozenset({"causal-lm", "image-text-to-text", "sequence-classification"}),
     objectives=tuple(OBJECTIVES),
     scores_tokens=True,
     automatic=False,

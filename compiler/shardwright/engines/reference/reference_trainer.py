@@ -21,8 +21,8 @@ from shardwright.engines.trainer_protocol import (
 )
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.distributed_losses import (
-    CausalLoss,
     ChunkedLoss,
+    causal_loss_class,
     micro_batch_loss,
     objective_loss,
     wrap_chunked_loss,
@@ -68,8 +68,7 @@ class ReferenceTrainer:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.contiguous()  # checkpoints need flat views
         self._dtype = DTYPES[plan.training.precision]
-        chunked = plan.model.loss == "chunked"
-        self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
+        self.loss_fn = causal_loss_class(plan)()
         self.loss_fn.objective = objective_loss(plan.training.objective, self.device)
         self.balance = router_balance(plan, model)
         if isinstance(self.loss_fn, ChunkedLoss):

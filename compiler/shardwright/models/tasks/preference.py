@@ -19,12 +19,12 @@ from shardwright.recipe.objectives import ObjectiveSection
 class Completions:
     """Hold one completion of each of n pairs: the chosen, or the rejected ones.
 
-    log_probabilities: (n,) of the trained model
+    scores: (n,) log-probabilities under the trained model; of a reward model its outputs
     reference: (n,) of the reference model; None for objectives that read none
     tokens: (n,) at least 1
     """
 
-    log_probabilities: torch.Tensor
+    scores: torch.Tensor
     reference: torch.Tensor | None
     tokens: torch.Tensor
 
@@ -32,11 +32,11 @@ class Completions:
     def log_ratios(self) -> torch.Tensor:
         """Return the log-probabilities less those of the reference."""
         assert self.reference is not None, "the objective reads a reference"
-        return self.log_probabilities - self.reference
+        return self.scores - self.reference
 
     @property
     def means(self) -> torch.Tensor:
-        return self.log_probabilities / self.tokens
+        return self.scores / self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,18 @@ def orpo(o: ObjectiveSection, chosen: Completions, rejected: Completions) -> Pai
     return PairLosses(losses=losses, rewards_chosen=rewards[0], rewards_rejected=rewards[1])
 
 
+def reward(o: ObjectiveSection, chosen: Completions, rejected: Completions) -> PairLosses:
+    """Compute the Bradley-Terry loss of a reward model: equation 1 of arXiv 2203.02155.
+
+    `center_coefficient` adds the squared sum of a pair's rewards (equation 2 of arXiv 2312.09244),
+    as TRL does: differences alone leave the rewards' mean free.
+    """
+    assert o.center_coefficient is not None, "it has a default"
+    losses = -F.logsigmoid(chosen.scores - rejected.scores)
+    losses = losses + o.center_coefficient * (chosen.scores + rejected.scores).square()
+    return PairLosses(losses=losses, rewards_chosen=chosen.scores, rewards_rejected=rejected.scores)
+
+
 def kto(
     o: ObjectiveSection, completions: Completions, is_desirable: torch.Tensor, others: torch.Tensor
 ) -> PairLosses:
@@ -137,5 +149,6 @@ PAIR_LOSSES: Mapping[str, Callable[[ObjectiveSection, Completions, Completions],
     "ipo": ipo,
     "simpo": simpo,
     "orpo": orpo,
+    "reward": reward,
 }
 """Maps an objective of recipe/objectives.py that compares pairs to its loss."""

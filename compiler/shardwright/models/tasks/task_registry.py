@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoModelForZeroShotImageClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -22,10 +23,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING,
 )
 
 from shardwright.models.model_skeleton import Batch
+from shardwright.models.tasks.sequence_classification import (
+    CLASSIFIED_DECODERS,
+    score_each_token,
+)
 from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
 from shardwright.models.tasks.vision_language import example_images
 from shardwright.models.tiny_config import (
@@ -91,6 +97,8 @@ class Task:
         model: PreTrainedModel = self.auto_class.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
+        if self.traits.scores_sequences:
+            score_each_token(model)
         return model
 
     @property
@@ -164,7 +172,17 @@ CONTRASTIVE = Task(
     any_of_mapping=False,
 )
 
-TASKS = (CAUSAL_LM, IMAGE_TEXT, CONTRASTIVE)
+SEQUENCE_CLASSIFICATION = Task(
+    name="sequence-classification",
+    auto_class=AutoModelForSequenceClassification,
+    types=CLASSIFIED_DECODERS,
+    registered=MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    example_shape=(2, 24),
+    peft_type="SEQ_CLS",
+    any_of_mapping=False,
+)
+
+TASKS = (CAUSAL_LM, IMAGE_TEXT, CONTRASTIVE, SEQUENCE_CLASSIFICATION)
 """Tasks in the order in which a type's own is chosen, where the recipe names none."""
 
 

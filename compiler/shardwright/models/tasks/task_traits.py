@@ -15,13 +15,15 @@ class TaskTraits:
     has_images: every sequence may hold images, which a processor prepares. images_in_text: images
     stand among a text's tokens, so that a rank without one runs the vision encoder on a dummy.
     compares_pairs: a sequence is an image and its caption, and the loss compares all pairs of the
-    global batch. chunked_loss, context_parallel, noise_scale, tiny_copy: whether the chunked loss,
+    global batch. scores_sequences: the head has one output, which is read at one token of each
+    sequence. chunked_loss, context_parallel, noise_scale, tiny_copy: whether the chunked loss,
     context ranks, the gradient noise scale and `verify` are there for it.
     """
 
     has_images: bool = False
     images_in_text: bool = False
     compares_pairs: bool = False
+    scores_sequences: bool = False
     chunked_loss: bool = True
     context_parallel: bool = True
     noise_scale: bool = True
@@ -45,5 +47,8 @@ TASK_TRAITS: Mapping[TaskName, TaskTraits] = {
         context_parallel=False,
         noise_scale=False,
         tiny_copy=False,
+    ),
+    "sequence-classification": TaskTraits(
+        scores_sequences=True, chunked_loss=False, noise_scale=False
     ),
 }
