@@ -43,7 +43,7 @@ FILES = {
 MODEL = "--model_name_or_path a/b --learning_rate 1e-5"
 COMMANDS = {
     **{f"trl {name} {MODEL}": ("TRL", t) for name, t in {
-        "kto": "preferences", "reward": "a reward model",
+        "kto": "preferences",
         "grpo": "a policy by reinforcement", "rloo": "a policy by reinforcement",
         "gkd": "a student by distillation",
     }.items()},
@@ -156,3 +156,17 @@ def test_what_a_recipe_lacks_of_dpo_is_refused(line: str, tmp_path: Path) -> Non
     )
     (tmp_path / "x.yaml").write_text(f"{text}{line}\n")
     assert "preferences" in _refusal(None, f"trl dpo --config {tmp_path / 'x.yaml'}")
+
+
+@pytest.mark.parametrize(
+    "launch", ["trl reward --config x.yaml", "python reward_modeling.py --config x.yaml"]
+)
+@pytest.mark.parametrize("coefficient", [None, 0.01])
+def test_trl_of_rewards_is_a_recipe(launch: str, coefficient: float | None, tmp_path: Path) -> None:
+    line = "" if coefficient is None else f"center_rewards_coefficient: {coefficient}\n"
+    (tmp_path / "x.yaml").write_text(f"{TRL}{line}max_length: 512\n")
+    launch = launch.replace("x.yaml", str(tmp_path / "x.yaml"))
+    values = convert_config(None, launch, None, "/").draft.values
+    assert values["training.objective.name"] == "reward"
+    assert values.get("training.objective.center_coefficient") == coefficient
+    assert values["data.kind"] == "preference" and values["training.sequence_length"] == 512

@@ -308,7 +308,7 @@ def _refuse_other_trainings(s: ImportSources) -> None:
             named = OTHER_TASKS.get(text) or SETTINGS_OF_OTHER_TASKS.get(name)
             what = redacted(setting.written, setting.text) if named or not task else what
             task = named or task or "another task"
-    if task is not None and _put_pair_objective(s, program):
+    if task is not None and (_put_pair_objective(s, program) or _put_reward_objective(s, program)):
         return
     if task is not None:
         cause = f"{program.name} trains {task}, and a recipe trains next tokens: {what}"
@@ -334,6 +334,22 @@ def _put_pair_objective(s: ImportSources, program: TrainingProgram) -> bool:
     if beta is not None:
         s.draft.put("training.objective.beta", beta[1], beta[0])
     for name in given:
+        s.draft.take(s.settings[name].written, "training.objective")
+    return True
+
+
+def _put_reward_objective(s: ImportSources, program: TrainingProgram) -> bool:
+    """Convert a training of a reward model; return whether a recipe has it as it is set."""
+    script, name = s.command.script, "center_rewards_coefficient"
+    if not any(re.search(pattern, script) for pattern in program.reward_scripts):
+        return False
+    given = [each for each in program.next_token_values if each in s.settings]
+    coefficient = s.word(as_number, name)
+    if not set(given) <= {name} or (given and coefficient is None):
+        return False
+    s.draft.put("training.objective.name", "reward", script)
+    if coefficient is not None:
+        s.draft.put("training.objective.center_coefficient", coefficient[1], coefficient[0])
         s.draft.take(s.settings[name].written, "training.objective")
     return True
 

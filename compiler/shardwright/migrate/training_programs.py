@@ -33,6 +33,7 @@ class TrainingProgram:
         value is another training
     commands: what starts its trainings, where its files do not say which of them reads them
     pair_scripts: patterns of scripts that train on pairs of completions as a recipe does
+    reward_scripts: patterns of scripts that train a reward model as a recipe does
     """
 
     name: str
@@ -50,6 +51,7 @@ class TrainingProgram:
     commands: str = ""
     target: str = ""
     pair_scripts: tuple[str, ...] = ()
+    reward_scripts: tuple[str, ...] = ()
 
 
 def _keys(*sets: str) -> tuple[frozenset[str], ...]:
@@ -498,6 +500,11 @@ PROGRAMS = (
         next_token_values={**_OF_OTHER_TASKS, "loss_type": frozenset({"nll", "chunked_nll"})},
         commands="trl sft, dpo, grpo, kto or reward",
         pair_scripts=(r"^trl dpo$", r"(^|/)dpo\.py$", r"^trl[./]scripts[./]dpo$"),
+        reward_scripts=(
+            r"^trl reward$",
+            r"(^|/)reward(_modeling)?\.py$",
+            r"^trl[./]scripts[./]reward$",
+        ),
     ),
     TrainingProgram(
         name="transformers' examples without the Trainer",
