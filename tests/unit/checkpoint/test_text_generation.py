@@ -155,6 +155,10 @@ def test_folders_that_are_none(
     ):
         (tmp_path / "config.json").write_text(text)
         assert "SW6402" in refused(tmp_path), text[:40]
+    scores = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(scores))
+    said = refused(tmp_path)
+    assert "SW6402" in said and "scores texts" in said
     (tmp_path / "config.json").unlink()
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "--merge" in refused(tmp_path)

@@ -13,6 +13,7 @@ import torch
 
 from shardwright.compile.compiled_folder import write_folder
 from shardwright.compile.recipe_compiler import compile_recipe
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
 from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.parallel.learning_rate import learning_rate
@@ -29,6 +30,7 @@ from tests.parity.harness import (
     reference,
     write_inputs,
 )
+from tests.parity.preference import PreferenceCase, plain_run, write_pairs
 
 CASES = {
     "gpt2": Case(model="gpt2", zero_stage=0, checkpointing="selective"),
@@ -77,6 +79,32 @@ def test_trains_as_a_plain_process(compiled: tuple[Case, Any, Any, Path], traine
         check_half_precision(lines, wanted, reference(case, tokens, torch.bfloat16))
         return
     off = lines_apart(lines, wanted)
+    assert off["loss"] <= LOSS_ABSOLUTE and off["norm"] <= NORM_RELATIVE, off
+
+
+def test_trains_a_reward_model_as_a_plain_process(tmp_path: Path) -> None:
+    case = PreferenceCase(
+        model="llama",
+        zero_stage=0,
+        target="reference",
+        objective={"name": "reward", "center_coefficient": 0.05},
+    )
+    write_pairs(case, tmp_path)
+    found = compile_recipe(load_recipe(tmp_path / "recipe.yaml"))
+    write_folder(tmp_path / "out", found.files)
+    prepare(found.plan, tmp_path / "out", limit_bytes=None)
+    runtime, lines = engine_runtime(found.plan), []
+    runtime.open_groups(found.plan)
+    trainer = runtime.build_trainer(found.plan, tmp_path / "out")
+    batches = TrainingBatches(*resolve(found.plan, tmp_path / "out"))
+    wanted = plain_run(case)
+    for step in range(1, STEPS + 1):
+        rate = learning_rate(found.plan.optimizer, found.plan.scheduler, STEPS, step)
+        result = trainer.step(batches.micro_batches(step, 0), rate)
+        lines.append({"loss": result.loss, "grad_norm": result.grad_norm})
+        assert trainer.objective_metrics() == pytest.approx(wanted.metrics[step - 1], abs=1e-5)
+    runtime.close_groups()
+    off = lines_apart(lines, wanted.trained)
     assert off["loss"] <= LOSS_ABSOLUTE and off["norm"] <= NORM_RELATIVE, off
 
 
