@@ -51,3 +51,15 @@ def test_the_preference_recipe_learns_to_rank(tmp_path: Path) -> None:
     last = json.loads(evaluations[-1])
     assert last["step"] == lines[-1]["step"] and last["accuracy"] >= 0.9, last
     assert last["margin"] > 0 and last["pairs"] >= 40
+
+
+@pytest.mark.launch
+@pytest.mark.prove
+def test_the_reward_recipe_learns_to_rank(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    must(shardwright("compile", RECIPES / "tiny-reward-cpu.yaml", "-o", out))
+    must(shardwright("run", out))
+    evaluations = (out / "run" / "evaluation.jsonl").read_text().splitlines()
+    last = json.loads(evaluations[-1])
+    assert last["step"] == metrics(out)[-1]["step"] and last["accuracy"] >= 0.9, last
+    assert last["rewards_chosen"] > 0 > last["rewards_rejected"] and last["pairs"] >= 40

@@ -40,6 +40,13 @@ def recipe_task_texts() -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{m.task} {config_text(str(m.source))}" for m in named))
 
 
+def inline_task_texts() -> tuple[str, ...]:
+    """Return "TASK CONFIGURATION" of the shipped recipes with a configuration that name a task."""
+    recipes = [load_recipe(path) for path in sorted(recipes_folder().glob("*.yaml"))]
+    named = [each.model for each in recipes if each.model.config and each.model.task != "auto"]
+    return tuple(dict.fromkeys(f"{m.task} {json.dumps(m.config, sort_keys=True)}" for m in named))
+
+
 def trace(text: str, inline: bool = False) -> ModelGraph:
     """Trace a configuration, or "TASK CONFIGURATION"."""
     from shardwright.models.graph_trace import trace_model_graph
@@ -70,7 +77,7 @@ def archive_of(found: Mapping[tuple[str, bool], ModelGraph]) -> bytes:
 def main() -> None:
     found = {(config_text(model_id), False): None for model_id in catalog_ids()}
     found |= {(text, False): None for text in recipe_task_texts()}
-    found |= {(text, True): None for text in recipe_config_texts()}
+    found |= {(text, True): None for text in (*recipe_config_texts(), *inline_task_texts())}
     content = archive_of({key: trace(*key) for key in found})
     changed = not PATH.exists() or PATH.read_bytes() != content
     PATH.write_bytes(content)

@@ -202,7 +202,11 @@ PIECES: dict[str, Piece] = {
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
     ),
     "preference": Piece(
-        tests=("tests/parity/test_preference.py", "tests/parity/test_preference_trl.py"),
+        tests=(
+            "tests/parity/test_preference.py",
+            "tests/parity/test_preference_trl.py",
+            "tests/launch/test_tiny_expert_and_context_recipes.py",
+        ),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
     ),
     "distillation": Piece(

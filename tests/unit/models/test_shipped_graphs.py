@@ -19,6 +19,7 @@ from tools.generate.traced_graphs import (
     PATH,
     archive_of,
     config_text,
+    inline_task_texts,
     recipe_config_texts,
     recipe_task_texts,
     trace,
@@ -56,7 +57,7 @@ def test_every_model_is_as_traced() -> None:
         assert_shipped_as_traced(config_text(model_id))
     for text in recipe_task_texts():
         assert_shipped_as_traced(text)
-    for text in recipe_config_texts():
+    for text in (*recipe_config_texts(), *inline_task_texts()):
         assert_shipped_as_traced(text, inline=True)
 
 
