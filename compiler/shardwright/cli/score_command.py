@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NOT_FINISHED = 3
 PINS = "parallelism."
+TASKS_WITH_LABELS = ("causal-lm", "image-text-to-text")
 
 
 def add_score_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,17 +86,17 @@ def run_score(args: argparse.Namespace) -> int:
 
     compiled = compile_recipe(derived)
     plan = compiled.plan
+    if plan.model.task not in TASKS_WITH_LABELS:
+        raise refusal(
+            "SW1242",
+            f"{plan.model.architecture}, of task {plan.model.task}, has no tokens to score",
+            "Give a recipe of a causal language model or a vision-language model.",
+        )
     if args.top > plan.model.vocabulary_size:
         raise refusal(
             "SW1241",
             f"--top {args.top} is more than the vocabulary's {plan.model.vocabulary_size} tokens",
             "Give a smaller K.",
-        )
-    if plan.model.task_traits.compares_pairs:
-        raise refusal(
-            "SW1242",
-            f"{plan.model.architecture} compares images with captions, and has no tokens to score",
-            "Give a recipe of a causal language model or a vision-language model.",
         )
     write_folder(parts, compiled.files)
     print_diagnostics(compiled.warnings, recipe.source)

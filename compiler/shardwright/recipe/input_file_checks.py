@@ -9,11 +9,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.recipe_composition import GLOB_KINDS
 from shardwright.recipe.recipe_schema import dotted_key, quote_text
 from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, DataSection, Recipe
+from shardwright.utils.file_io import parse_strict_json, read_regular_file
 
 
 def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -43,14 +44,14 @@ def _teacher(path: str) -> Iterator[Diagnostic]:
         what = f"the score file {quote_text(path, 200)} does not exist"
         yield _missing(key, what, path, how)
         return
-    from shardwright.data.score_files import ScoreFile
-
     try:
-        file = ScoreFile(path)
-    except Refusal as refusal:
-        yield _wrong_file(key, path, f"is no score file: {refusal.diagnostics[0].message}", how)
-        return
-    if not file.manifest.top:
+        manifest = parse_strict_json(read_regular_file(Path(path, "manifest.json")))
+        top = manifest["top"] if isinstance(manifest, dict) else None
+    except (OSError, ValueError, KeyError):
+        top = None
+    if not isinstance(top, int):
+        yield _wrong_file(key, path, "is no score file", how)
+    elif top == 0:
         yield _wrong_file(key, path, "has the labels' log-probabilities alone", how)
 
 

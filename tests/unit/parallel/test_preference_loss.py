@@ -107,9 +107,9 @@ def test_a_reward_is_the_score_of_the_label_itself(one_process: None) -> None:
     labels = torch.full((4, 3), IGNORE_INDEX)
     labels[0, 2] = labels[1, 0] = labels[2, 1] = 7  # of the second pair, one has no label
     loss = RewardLoss()
-    loss.preference = PreferenceLoss(objective("reward"), CPU)
+    loss.objective = PreferenceLoss(objective("reward"), CPU)
     assert float(loss(scores, labels).detach()) == pytest.approx(math.log1p(math.exp(3 - 2)))
-    metrics = loss.preference.metrics(is_counted=True)
+    metrics = loss.objective.metrics(is_counted=True)
     assert metrics == {
         "rewards_chosen": 2.0,
         "rewards_rejected": 3.0,

@@ -166,3 +166,27 @@ def test_a_task_of_another_objective_is_refused(objective: str, task: str, tmp_p
     [diagnostic] = refused.value.diagnostics
     assert diagnostic.code == "SW1246" and diagnostic.key == ("model", "task")
     assert "Leave `task` out" in str(diagnostic.help)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "code", "words"),
+    [
+        (None, "SW1301", "does not exist"),
+        ("{", "SW1302", "is no score file"),
+        ('{"parts": {}}', "SW1302", "is no score file"),
+        ('{"top": 0}', "SW1302", "the labels' log-probabilities alone"),
+        ('{"top": 8}', "", ""),
+    ],
+)
+def test_a_teacher_is_a_score_file_with_top_tokens(
+    manifest: str | None, code: str, words: str, tmp_path: Path
+) -> None:
+    if manifest is not None:
+        (tmp_path / "scores").mkdir()
+        (tmp_path / "scores" / "manifest.json").write_text(manifest)
+    key = ("training", "objective", "teacher")
+    recipe = loaded(tmp_path, "{name: distill, teacher: scores}", TEXT)
+    found = [d for d in check_files(recipe) if d.key == key]
+    assert [d.code for d in found] == ([code] if code else [])
+    for diagnostic in found:
+        assert words in diagnostic.message and "--top" in str(diagnostic.help)
