@@ -90,6 +90,36 @@ def test_a_lost_host_is_planned_away_and_taken_back(tmp_path: Path) -> None:
         check_same_losses(out, uninterrupted(tmp_path), relative=True)
 
 
+PAIRS: dict[str, tuple[Case, str]] = {
+    "pipeline": (Case(model="llama", pipeline=4, nodes=2, accumulation=4), "data=2"),
+    "tensor": (Case(model="llama", tensor=2, data=2, nodes=2), "tensor=2"),
+    "pipeline-tensor": (Case(model="llama", pipeline=2, tensor=2, nodes=2), "data=2"),
+    "pipeline-data": (Case(model="gpt2", pipeline=2, data=2, nodes=2), "pipeline=2"),
+    "zero-0": (Case(model="llama", data=4, zero_stage=0, nodes=2, accumulation=1), "zero_stage=0"),
+}
+"""name -> (the layout on two nodes of two ranks each, what the plan for one node keeps of it)."""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_layout_is_planned_again_for_one_node(tmp_path: Path, name: str) -> None:
+    """One of two hosts dies; the same batches are trained on the other one, in half the ranks."""
+    case, kept = PAIRS[name]
+    with hosts(2, tmp_path / "net") as made:
+        out = compiled(case, tmp_path, {"min_nodes": 1}, steps=24)
+        named: Path = hostfile(made, case, tmp_path)
+        process = start(made[0], "run", out, "--hostfile", named, "--supervise")
+        reached(out, process, EVERY)
+        made[1].keeper.kill()
+        told, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, told[-3000:] + errors[-3000:]
+    first, second = status(out)["attempts"]
+    assert (first["cause"], first["host"], first["nodes"], second["nodes"]) == ("host", "b", 2, 1)
+    assert kept in second["layout"] and first["layout"] != second["layout"]
+    assert first["ended_step"] - second["started_step"] < EVERY
+    check_same_losses(out, uninterrupted(tmp_path), relative=True)
+
+
 def test_a_dead_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
     with hosts(3, tmp_path / "net") as made:
         out = compiled(TWO, tmp_path, {"spares": 1}, steps=30)

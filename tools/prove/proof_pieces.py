@@ -415,6 +415,13 @@ PIECES: dict[str, Piece] = {
         tests=("tests/launch/test_supervised.py", "tests/launch/test_memory_copies.py"),
         source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
     ),
+    "recovery-hosts": Piece(
+        tests=(
+            "tests/launch/test_supervised_hosts.py::test_a_layout_is_planned_again_for_one_node",
+        ),
+        source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
+        hosts=True,
+    ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), source_paths=("layout",)),
     "hosts": Piece(
         tests=("tests/launch/test_hosts.py",), source_paths=LAUNCH, areas=("hosts",), hosts=True
