@@ -96,6 +96,16 @@ PAIRS: dict[str, tuple[Case, str]] = {
     "pipeline-tensor": (Case(model="llama", pipeline=2, tensor=2, nodes=2), "data=2"),
     "pipeline-data": (Case(model="gpt2", pipeline=2, data=2, nodes=2), "pipeline=2"),
     "zero-0": (Case(model="llama", data=4, zero_stage=0, nodes=2, accumulation=1), "zero_stage=0"),
+    "zero-1": (Case(model="gpt2", data=4, zero_stage=1, nodes=2, accumulation=1), "zero_stage=1"),
+    "zero-2": (Case(model="llama", data=4, zero_stage=2, nodes=2, accumulation=1), "zero_stage=2"),
+    "zero-3": (Case(model="llama", data=4, zero_stage=3, nodes=2, accumulation=1), "zero_stage=3"),
+    "context": (Case(model="llama", context=2, data=2, nodes=2), "context=2"),
+    "context-zero-3": (
+        Case(model="llama", context=2, data=2, zero_stage=3, nodes=2),
+        "zero_stage=3",
+    ),
+    "expert": (Case(model="mixtral", data=4, expert=2, nodes=2, accumulation=1), "expert=2"),
+    "expert-tensor": (Case(model="mixtral", data=2, expert=2, tensor=2, nodes=2), "expert=2"),
 }
 """name -> (the layout on two nodes of two ranks each, what the plan for one node keeps of it)."""
 
