@@ -58,10 +58,11 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     section, prepare = PLAIN_OPTIMIZERS[case.optimizer]
     tokens = np.load(folder / "tokens.npy")
     wanted = from_rank_0(lambda: plain_training(case, tokens, section["lr"], prepare))
-    held, counted = _state_bytes(plan, folder, trainer)
+    held, mean, counted = _state_bytes(plan, folder, trainer)
     return {
         "state bytes": held,
         "state bytes off": abs(held - counted),
+        "mean state bytes off": abs(mean - counted),
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
         "weight": weight_difference(plan, trainer, wanted),
         "undecided": _undecided_share(wanted),
@@ -76,9 +77,9 @@ def _compiled(case: Case, folder: Path) -> Plan:
     )
 
 
-def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
-    """Bytes of masters and moments on the fullest rank of this stage, and the planner's count of
-    them."""
+def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, float, int]:
+    """Bytes of masters and moments on the fullest rank of this stage, of its ranks' mean, and the
+    planner's count of them."""
     assert isinstance(trainer, DeepSpeedTrainer)
     base = base_optimizer(trainer.engine)
     moments = [
@@ -97,7 +98,8 @@ def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, int]:
     everyone: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
     here = plan.ranks[dist.get_rank()].pipeline
     dist.all_gather_object(everyone, (here, held))
-    return max(own for pipeline, own in everyone if pipeline == here), stage.optimizer_bytes
+    own = [each for pipeline, each in everyone if pipeline == here]
+    return max(own), sum(own) / len(own), stage.optimizer_bytes
 
 
 def weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
