@@ -72,8 +72,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.launch
 def test_a_student_learns_from_a_score_file(folder: Path) -> None:
     recipe, out = folder / "student.yaml", folder / "out"
-    early = shardwright("compile", recipe, "-o", out)
-    assert early.returncode == 1 and "SW1301" in early.stderr and "--top" in early.stderr
+    early = must(shardwright("compile", recipe, "-o", folder / "early"))
+    assert "warning[SW1301]" in early.stderr and "--top" in early.stderr
+    too_early = shardwright("run", folder / "early")
+    assert too_early.returncode == 1 and "SW6276" in too_early.stderr
     scored = must(
         shardwright(
             *("score", recipe, "--weights", folder / "teacher", "--top", 16),

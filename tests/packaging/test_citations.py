@@ -20,8 +20,13 @@ NO_ROOMS = {"accelerate", "checkpoints", "expected", "run", "src", "tokenizer"}
 DEEPSPEED = Path(deepspeed.__file__).parent
 MEGATRON = importlib.util.find_spec("megatron")
 """Of an optional extra: where it is not installed, its files are taken to be there."""
-LATER = "megatron/training/"
-"""In its wheels from 0.17 on, which want a later Python than the oldest that is tested here."""
+LATER = (
+    "megatron/training/",
+    "megatron/core/models/hybrid/",
+    "megatron/core/transformer/mla_qk_norm_config.py",
+)
+"""In its wheels from 0.17 or 0.19 on, which want a later Python than the oldest that is tested
+here."""
 _MEGATRON = [Path(MEGATRON.submodule_search_locations[0]).parent] if MEGATRON else []  # type: ignore[index]
 BASES = (
     *_MEGATRON,

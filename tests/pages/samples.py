@@ -105,6 +105,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("README.md", "pip"): "tests/packaging/test_distributions.py installs the wheel",
     ("docs/troubleshooting.md", "error"): "tests/launch/test_full_disk.py fills a disk",
     ("docs/data.md", '{"messages"'): "tests/unit/data/test_images.py takes its conversations",
+    ("docs/score.md", "shardwright"): "tests/launch/test_score.py scores, and docs/tour.md too",
+    ("docs/score.md", "score"): "tests/launch/test_score.py reads these lines",
+    ("docs/score.md", "from"): "tests/unit/data/test_score_files.py reads blocks so",
     **{
         ("docs/rules.md", word): "tests/pages/test_pages.py compares the whole page"
         for word in ("error", "warning", "note")

@@ -40,9 +40,10 @@ def forward_only_recipe(
             model.pop(key, None)
     training = _section(document, "training")
     optimizer = cast(JsonObject, training.get("optimizer") or {})
-    # Preferences decide what a sequence is; other objectives are for a backward pass.
-    is_preference = recipe.training.objective.traits.reads_preferences
-    left_out = {"outer"} if is_preference else {"outer", "objective"}
+    # Pairs and labels decide what a sequence is; other objectives are for a backward pass.
+    traits = recipe.training.objective.traits
+    decides = traits.compares_pairs or traits.reads_labels
+    left_out = {"outer"} if decides else {"outer", "objective"}
     training = {k: v for k, v in training.items() if k not in left_out}
     if isinstance(objective := training.get("objective"), dict):
         training["objective"] = objective_under_own_weights(objective)

@@ -52,7 +52,7 @@ from shardwright.plan.folder_paths import MODEL_DIRECTORY, TOKENIZER_DIRECTORY
 from shardwright.plan.island_plans import island_plan
 from shardwright.plan.plan import Plan, PlanRouterAuxLoss
 from shardwright.plan.plan_builder import build_plan, check_training_data, installed_versions
-from shardwright.recipe.input_file_checks import check_files
+from shardwright.recipe.input_file_checks import check_files, missing_teacher_warning
 from shardwright.recipe.plain_secrets import plain_secret_warnings
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.accumulation_dtype_choice import estimate_with_accumulation_dtype
@@ -131,6 +131,7 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
         *plain_secret_warnings(recipe),
         *unexpanded_variables(recipe),
         *unsaved_recovery_warning(recipe),
+        *missing_teacher_warning(recipe),
         *estimate.diagnostics,
         *warnings,
     )

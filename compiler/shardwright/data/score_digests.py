@@ -57,6 +57,13 @@ def reference_digests(plan: Plan, folder: Path) -> dict[str, str]:
     return score_digests(plan, folder, model)
 
 
+def teacher_digests(plan: Plan, folder: Path) -> dict[str, str]:
+    """Return the digests that the scores of `training.objective.teacher` must have: all but those
+    of its own weights and precision."""
+    own = score_digests(plan, folder)
+    return {name: value for name, value in own.items() if name not in ("weights", "precision")}
+
+
 def reference_score_file(plan: Plan, folder: Path) -> Path:
     """Return the score file of `training.objective.reference`: itself, or where `run` puts the
     scores of a model."""

@@ -575,6 +575,7 @@ RUN_CODES: dict[str, str] = {
     "SW6273": "scores that are not finite",
     "SW6274": "no scores of the reference where the ranks look for them",
     "SW6275": "a reference model with another tokenizer than the data's",
+    "SW6276": "a teacher whose scores are not written",
     "SW6261": "a rank converts other linears than planned",
     "SW6258": "an export of adapters that peft would load into other modules",
     "SW6207": "a resumed run takes its samples in another order",

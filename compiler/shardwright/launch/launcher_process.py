@@ -40,6 +40,7 @@ from shardwright.data.score_digests import (
     check_same_tokenizer,
     reference_digests,
     reference_score_file,
+    teacher_digests,
 )
 from shardwright.data.score_files import ScoreFile
 from shardwright.diagnostics import Refusal, refusal
@@ -198,6 +199,7 @@ def run_folder(
     check_folder_digests(plan, folder)
     (folder / "run").mkdir(exist_ok=True)
     plan = _prepare_data(plan, folder)
+    _check_teacher(plan, folder)
     if failure := _score_reference(plan, folder, hostfile):
         return failure
     if LAUNCHERS[plan.launch.launcher].submits:
@@ -240,6 +242,21 @@ def run_folder(
                 with contextlib.suppress(OSError):  # the next attempt adds it
                     record_end(plan, folder, code, ended_by_signal(folder, code))
         raise AssertionError("the last try returns")
+
+
+def _check_teacher(plan: Plan, folder: Path) -> None:
+    """Check the score file of a distillation. Raises Refusal: SW6270, SW6271, SW6276."""
+    teacher = plan.training.objective.teacher
+    if teacher is None or LAUNCHERS[plan.launch.launcher].has_separate_filesystem:
+        return
+    if not Path(teacher).exists():
+        raise refusal(
+            "SW6276",
+            f"the teacher's score file {teacher!r} does not exist",
+            f"Run `shardwright score {shlex.quote(str(folder))} --weights TEACHER --top 32 -o "
+            f"{shlex.quote(teacher)}` with the teacher's folder, then this again.",
+        )
+    ScoreFile(teacher).check(teacher_digests(plan, folder))
 
 
 def _score_reference(plan: Plan, folder: Path, hostfile: Path | None) -> int:

@@ -39,11 +39,9 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 def _teacher(path: str) -> Iterator[Diagnostic]:
     key: KeyPath = ("training", "objective", "teacher")
-    how = "Score this recipe's data: `shardwright score RECIPE --weights TEACHER --top 32 -o FILE`."
     if not os.path.exists(path):
-        what = f"the score file {quote_text(path, 200)} does not exist"
-        yield _missing(key, what, path, how)
-        return
+        return  # it may be written after the compile: missing_teacher_warning
+    how = "Score this recipe's data: `shardwright score RECIPE --weights TEACHER --top 32 -o FILE`."
     try:
         manifest = parse_strict_json(read_regular_file(Path(path, "manifest.json")))
         top = manifest["top"] if isinstance(manifest, dict) else None
@@ -53,6 +51,17 @@ def _teacher(path: str) -> Iterator[Diagnostic]:
         yield _wrong_file(key, path, "is no score file", how)
     elif top == 0:
         yield _wrong_file(key, path, "has the labels' log-probabilities alone", how)
+
+
+def missing_teacher_warning(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Warn where the teacher's file is not written yet: the plan needs nothing of it."""
+    path = recipe.training.objective.teacher
+    if path is None or os.path.exists(path):
+        return ()
+    message = f"the teacher's score file {quote_text(path, 200)} does not exist yet"
+    help = "Before `run`: `shardwright score RECIPE --weights TEACHER --top 32 -o FILE`."
+    key: KeyPath = ("training", "objective", "teacher")
+    return (found("SW1301", key, message, help, severity="warning"),)
 
 
 def _model_folder(source: str) -> Iterator[Diagnostic]:

@@ -6,12 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.data.dataset import Dataset
-from shardwright.data.score_digests import score_digests
+from shardwright.data.score_digests import teacher_digests
 from shardwright.data.score_files import TRAIN, VALIDATION, ScoreFile, TaughtSequences
 from shardwright.plan.plan import Plan
-
-OF_THE_TEACHER = ("weights", "precision")
-"""Digests that are the teacher's own, not the student's."""
 
 
 def with_teacher(plan: Plan, folder: Path, data: Dataset) -> Dataset:
@@ -22,8 +19,7 @@ def with_teacher(plan: Plan, folder: Path, data: Dataset) -> Dataset:
     """
     assert plan.training.objective.teacher is not None, "the recipe is checked"
     file = ScoreFile(plan.training.objective.teacher)
-    own = score_digests(plan, folder)
-    file.check({name: value for name, value in own.items() if name not in OF_THE_TEACHER})
+    file.check(teacher_digests(plan, folder))
     held_out = data.validation
     return replace(
         data,

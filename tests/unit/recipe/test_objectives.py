@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.recipe.input_file_checks import check_files
+from shardwright.recipe.input_file_checks import check_files, missing_teacher_warning
 from shardwright.recipe.objectives import OBJECTIVE_KEYS, OBJECTIVES
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
@@ -171,7 +171,7 @@ def test_a_task_of_another_objective_is_refused(objective: str, task: str, tmp_p
 @pytest.mark.parametrize(
     ("manifest", "code", "words"),
     [
-        (None, "SW1301", "does not exist"),
+        (None, "", ""),
         ("{", "SW1302", "is no score file"),
         ('{"parts": {}}', "SW1302", "is no score file"),
         ('{"top": 0}', "SW1302", "the labels' log-probabilities alone"),
@@ -190,3 +190,5 @@ def test_a_teacher_is_a_score_file_with_top_tokens(
     assert [d.code for d in found] == ([code] if code else [])
     for diagnostic in found:
         assert words in diagnostic.message and "--top" in str(diagnostic.help)
+    warned = [(d.code, d.severity) for d in missing_teacher_warning(recipe)]
+    assert warned == ([] if manifest else [("SW1301", "warning")])
