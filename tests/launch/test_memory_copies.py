@@ -84,7 +84,7 @@ def lose(folder: Path, host: str) -> None:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[float]]:
-    """Of a run without a fault and without copies."""
+    """Yield the losses of a run without a fault and without copies."""
     folder = tmp_path_factory.mktemp("whole")
     one = dataclasses.replace(TWO, nodes=1)
     write_inputs(one, folder)
@@ -102,7 +102,7 @@ def check(out: Path, losses: list[float], resumed: int) -> None:
 
 
 def test_a_host_that_is_lost_with_its_memory(tmp_path: Path, losses: list[float]) -> None:
-    """Without any checkpoint on disk: the lost host's part comes from its peer's memory."""
+    """No checkpoint is on disk: the lost host's part comes from its peer's memory."""
     out = compiled(TWO, tmp_path, "out", (KILL_AT + 1, (1,), 1, "kill"))
     attempt(out, tmp_path, "ab", succeeds=False)
     held = copies(tmp_path, "a")

@@ -4,7 +4,6 @@ by the formula of K + 1 outcomes over the whole vocabulary in fp64."""
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,29 +12,23 @@ import torch
 
 from shardwright.data.sequences import SequenceBatch
 from tests.parity.harness import (
-    BETAS,
-    DECAY,
-    EPS,
     LENGTH,
-    LR,
     SEED,
     STEPS,
-    WARMUP,
     Case,
     recipe,
     with_adapters,
     write_inputs,
 )
 from tests.parity.models import MODELS
-from tests.parity.reference import Reference, cosine, initial_model
+from tests.parity.plain_training import PlainObjective, train_by_objective
+from tests.parity.reference import initial_model
 from tests.parity.router_aux_loss import add_balance
 
 TOP = 7
 TopTokens = tuple[np.ndarray, np.ndarray]
 """ids and log-probabilities, (B, S, K) each."""
 METRICS = ("kl", "next_token_loss")
-HELD_OUT = 5
-"""Sequences of an evaluation: no multiple of any layout's micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +40,6 @@ class DistillationCase(Case):
     top: int = TOP
     packed: bool = False
     resumed: bool = False
-
-
-@dataclass(frozen=True)
-class PlainRun:
-    """metrics: of each step, by name, and last those of the evaluation. held_out_loss: after
-    training, of the first HELD_OUT sequences."""
-
-    trained: Reference
-    metrics: list[dict[str, float]]
-    held_out_loss: float
 
 
 def write_recipe(case: DistillationCase, folder: Path) -> None:
@@ -88,7 +71,7 @@ class Document:
 
 
 def documents(batch: SequenceBatch) -> list[Document]:
-    """What attends to itself alone in each sequence."""
+    """Return the parts of each sequence that attend to themselves alone."""
     found = []
     for row, tokens in enumerate(batch.tokens.astype(np.int64)):
         cuts = [0] if batch.starts is None else np.flatnonzero(batch.starts[row]).tolist()
@@ -99,7 +82,7 @@ def documents(batch: SequenceBatch) -> list[Document]:
 
 
 def teacher_tokens(case: DistillationCase, batch: SequenceBatch) -> TopTokens:
-    """What another model of the type finds most probable, in the place of the token that it
+    """Return what another model of the type finds most probable, in the place of the token that it
     foretells; nonsense where nothing is foretold."""
     model = initial_model(MODELS[case.model], SEED + 1)
     shape = (*batch.tokens.shape, case.top)
@@ -113,27 +96,17 @@ def teacher_tokens(case: DistillationCase, batch: SequenceBatch) -> TopTokens:
     return ids, values
 
 
-def plain_run(case: DistillationCase, batch: SequenceBatch, teacher: TopTokens) -> PlainRun:
+def plain_run(case: DistillationCase, batch: SequenceBatch, teacher: TopTokens) -> PlainObjective:
     """batch, teacher: of all steps."""
     model = initial_model(MODELS[case.model], SEED)
     if case.balance:
         add_balance(model, case.balance)
     if case.lora_rank:
         model = with_adapters(model, case)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": DECAY},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        betas=BETAS,
-        eps=EPS,
-    )
     by_row: dict[int, list[Document]] = {}
     for document in documents(batch):
         by_row.setdefault(document.row, []).append(document)
     ids, values = torch.from_numpy(teacher[0]).long(), torch.from_numpy(teacher[1]).double()
-    losses, norms, rates, metrics = [], [], [], []
 
     def measured(rows: range) -> tuple[torch.Tensor, dict[str, float]]:
         """(mean loss, the metrics) of these sequences."""
@@ -154,23 +127,4 @@ def plain_run(case: DistillationCase, batch: SequenceBatch, teacher: TopTokens) 
         loss = case.weight * means[0] + (1 - case.weight) * means[1]
         return loss, {n: float(v.detach()) for n, v in zip(METRICS, means, strict=True)}
 
-    for step in range(1, STEPS + 1):
-        loss, own = measured(range((step - 1) * case.batch, step * case.batch))
-        metrics.append(own)
-        loss.backward()
-        squares = (float(p.grad.double().square().sum()) for p in trained if p.grad is not None)
-        norms.append(math.sqrt(sum(squares)))
-        if case.clipping:
-            torch.nn.utils.clip_grad_norm_(trained, case.clipping)
-        rate = LR * step / WARMUP if step <= WARMUP else cosine(LR, step, WARMUP, STEPS)
-        for group in adamw.param_groups:
-            group["lr"] = rate
-        adamw.step()
-        adamw.zero_grad()
-        losses.append(float(loss.detach()))
-        rates.append(rate)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        loss, own = measured(range(HELD_OUT))
-    trained_run = Reference(losses, norms, rates, weights, frozenset())
-    return PlainRun(trained_run, [*metrics, own], float(loss))
+    return train_by_objective(model, case, measured)

@@ -78,8 +78,8 @@ def _compiled(case: Case, folder: Path) -> Plan:
 
 
 def _state_bytes(plan: Plan, folder: Path, trainer: Trainer) -> tuple[int, float, int]:
-    """Bytes of masters and moments on the fullest rank of this stage, of its ranks' mean, and the
-    planner's count of them."""
+    """Return the bytes of fp32 weights and moments on the fullest rank of this stage, their mean
+    over its ranks, and the planner's count of them."""
     assert isinstance(trainer, DeepSpeedTrainer)
     base = base_optimizer(trainer.engine)
     moments = [

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,19 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.parity.harness import (
-    BETAS,
-    DECAY,
-    EPS,
     LENGTH,
-    LR,
     SEED,
     STEPS,
-    WARMUP,
     Case,
     recipe,
     with_adapters,
 )
 from tests.parity.models import MODELS
-from tests.parity.reference import Reference, cosine, initial_model
+from tests.parity.plain_training import HELD_OUT, PlainObjective, train_by_objective
+from tests.parity.reference import initial_model
 from tests.parity.router_aux_loss import add_balance
 
 METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
-
-
-HELD_OUT = 5
-"""Examples of an evaluation: no multiple of any layout's micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +46,11 @@ class PreferenceCase(Case):
 
 
 @dataclass(frozen=True)
-class PlainRun:
-    """metrics: of each step, by name, and last those of the evaluation. scores: (pairs, 2) of the
-    starting weights. held_out_loss, held_out_rewards: after training, of the first HELD_OUT
-    examples; rewards (HELD_OUT, 2) of a reward model."""
+class PlainRun(PlainObjective):
+    """scores: (pairs, 2) of the starting weights. held_out_rewards: (HELD_OUT, 2) of a reward
+    model, after training."""
 
-    trained: Reference
-    metrics: list[dict[str, float]]
     scores: np.ndarray
-    held_out_loss: float
     held_out_rewards: np.ndarray
 
 
@@ -263,56 +250,36 @@ def plain_run(case: PreferenceCase) -> PlainRun:
     base = copy.deepcopy(model)
     if case.lora_rank:
         model = with_adapters(model, case)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": DECAY},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        betas=BETAS,
-        eps=EPS,
-    )
     pairs = rows(case)
     scores = torch.zeros(0, 2)
     if not case.is_reward:
         with torch.no_grad():
             scores = torch.stack([log_probabilities(base, pair[0], pair[1])[0] for pair in pairs])
-    losses, norms, rates, metrics = [], [], [], []
 
     def measured(here: range) -> tuple[torch.Tensor, dict[str, float]]:
-        """(losses (n,), their metrics) of these examples."""
+        """(mean loss, the metrics) of these examples."""
         if case.is_reward:
             found = rewards(model, [pairs[i] for i in here])
             each, found = reward_loss(case.objective, found), found.detach()
-            return each, pair_metrics(found)
+            return each.mean(), pair_metrics(found)
         ids, is_label = (
             torch.cat(part) for part in zip(*(pairs[i][:2] for i in here), strict=True)
         )
         found, tokens = (x.view(-1, 2) for x in log_probabilities(model, ids, is_label))
         if case.objective["name"] == "kto":
             is_desirable = torch.tensor([pairs[i][2] for i in here])
-            return kto_loss(case.objective, found, scores[list(here)], is_desirable)
+            each, own = kto_loss(case.objective, found, scores[list(here)], is_desirable)
+            return each.mean(), own
         each, found_rewards = pair_loss(case.objective, found, tokens, scores[list(here)])
-        return each, pair_metrics(found_rewards.detach())
+        return each.mean(), pair_metrics(found_rewards.detach())
 
-    for step in range(1, STEPS + 1):
-        each, own = measured(range((step - 1) * case.batch, step * case.batch))
-        metrics.append(own)
-        each.mean().backward()
-        squares = (float(p.grad.double().square().sum()) for p in trained if p.grad is not None)
-        norms.append(math.sqrt(sum(squares)))
-        if case.clipping:
-            torch.nn.utils.clip_grad_norm_(trained, case.clipping)
-        rate = LR * step / WARMUP if step <= WARMUP else cosine(LR, step, WARMUP, STEPS)
-        for group in adamw.param_groups:
-            group["lr"] = rate
-        adamw.step()
-        adamw.zero_grad()
-        losses.append(float(each.detach().mean()))
-        rates.append(rate)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    found = train_by_objective(model, case, measured)
     with torch.no_grad():
-        each, own = measured(range(HELD_OUT))
         last = rewards(model, pairs[:HELD_OUT]) if case.is_reward else torch.zeros(0, 2)
-    trained_run = Reference(losses, norms, rates, weights, frozenset())
-    return PlainRun(trained_run, [*metrics, own], scores.numpy(), float(each.mean()), last.numpy())
+    return PlainRun(
+        trained=found.trained,
+        metrics=found.metrics,
+        held_out_loss=found.held_out_loss,
+        scores=scores.numpy(),
+        held_out_rewards=last.numpy(),
+    )

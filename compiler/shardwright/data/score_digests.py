@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,21 +31,35 @@ def score_digests(plan: Plan, folder: Path, model: str | None = None) -> dict[st
     folder: the compiled one, whose data is prepared
     model: the folder of another model than the plan's
     """
+    low_precision = None if plan.low_precision is None else plan.low_precision.format
+    weights = _weights_digest(plan, model or plan.model.weights_path)
+    return {
+        **_shortened({"weights": weights}),
+        **teacher_digests(plan, folder),
+        **_shortened({"precision": [plan.training.precision, low_precision]}),
+    }
+
+
+def teacher_digests(plan: Plan, folder: Path) -> dict[str, str]:
+    """Return the digests that the scores of `training.objective.teacher` must have: all but those
+    of its own weights and precision."""
     parts = list(all_data_sections(plan))
     validation = plan.validation
     split = None if validation is None else [validation.fraction, plan.training.seed]
-    low_precision = None if plan.low_precision is None else plan.low_precision.format
-    found = {
-        "weights": _weights_digest(plan, model or plan.model.weights_path),
-        "tokenizer": [tokenizer_digest(part, folder) for part in parts],
-        "template": [template_digest(part, folder) for part in parts],
-        "data": [_data_digest(plan, part, folder) for part in parts],
-        "settings": [
-            [plan.training.sequence_length, split],
-            [[part.kind, part.joins_documents, part.labelled] for part in parts],
-        ],
-        "precision": [plan.training.precision, low_precision],
-    }
+    return _shortened(
+        {
+            "tokenizer": [tokenizer_digest(part, folder) for part in parts],
+            "template": [template_digest(part, folder) for part in parts],
+            "data": [_data_digest(plan, part, folder) for part in parts],
+            "settings": [
+                [plan.training.sequence_length, split],
+                [[part.kind, part.joins_documents, part.labelled] for part in parts],
+            ],
+        }
+    )
+
+
+def _shortened(found: Mapping[str, object]) -> dict[str, str]:
     return {name: canonical_hash(value)[:_DIGEST_CHARACTERS] for name, value in found.items()}
 
 
@@ -55,13 +70,6 @@ def reference_digests(plan: Plan, folder: Path) -> dict[str, str]:
     is_file = is_score_file(Path(objective.reference))
     model = objective.reference_model if is_file else objective.reference
     return score_digests(plan, folder, model)
-
-
-def teacher_digests(plan: Plan, folder: Path) -> dict[str, str]:
-    """Return the digests that the scores of `training.objective.teacher` must have: all but those
-    of its own weights and precision."""
-    own = score_digests(plan, folder)
-    return {name: value for name, value in own.items() if name not in ("weights", "precision")}
 
 
 def reference_score_file(plan: Plan, folder: Path) -> Path:
