@@ -209,6 +209,11 @@ PIECES: dict[str, Piece] = {
         ),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
     ),
+    "preference-cost": Piece(
+        tests=("tests/launch/test_preference_cost.py",),
+        source_paths=(*ENGINE, *DATA, *RUN),
+        areas=("preference-cost",),
+    ),
     "distillation": Piece(
         tests=("tests/parity/test_distillation.py",),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),

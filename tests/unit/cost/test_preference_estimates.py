@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.launch.test_overhead import CASES, LENGTH, MODEL
-from tests.parity.harness import Case, must, recipe, shardwright
-
-LIMIT = 1.03
-STEPS = 14
-DPO = {"name": "dpo", "beta": 0.1}
-
-
-def write_recipe(case: Case, folder: Path, objective: dict[str, Any] | None) -> Path:
-    """Pairs of texts as long as a sequence, or random tokens of twice as many sequences."""
-    folder.mkdir()
-    sequences = case.micro if objective else 2 * case.micro
-    document = recipe(replace(case, micro=sequences), folder) | {"data": {"kind": "synthetic"}}
-    document["model"] = {"config": MODEL, "weights": "random"}
-    document["training"] |= {"sequence_length": LENGTH, "steps": STEPS}
-    if objective is not None:
-        random, letters = np.random.default_rng(3), list("abcdefghijklmno ")
-        prompt, *texts = (
-            "".join(random.choice(letters, size).tolist()) for size in (LENGTH // 4, LENGTH, LENGTH)
-        )
-        pair = json.dumps({"prompt": prompt, "chosen": texts[0], "rejected": texts[1]})
-        (folder / "pairs.jsonl").write_text((pair + "\n") * STEPS * case.batch)
-        document["data"] = {"kind": "preference", "path": "pairs.jsonl", "tokenizer": "byte"}
-        document["training"]["objective"] = objective
-    (folder / "recipe.yaml").write_text(json.dumps(document))
-    return folder / "recipe.yaml"
+from tests.launch.test_overhead import CASES
+from tests.launch.test_preference_cost import DPO, LIMIT, write_recipe
+from tests.parity.harness import must, shardwright
 
 
 def estimate(path: Path) -> dict[str, Any]:

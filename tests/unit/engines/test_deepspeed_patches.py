@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
+from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
 from shardwright.engines.deepspeed import deepspeed_patches as deepspeed_fixes
 
@@ -31,3 +32,25 @@ def test_tied_gradients_are_summed_where_zero_accumulates_them(
     )
     engine._INSTRUCTION_MAP[ReduceTiedGrads](pipeline)
     assert [id(tensor) for tensor in summed] == [id(weight.grad_accum)]  # type: ignore[attr-defined]
+
+
+def test_a_new_trace_decides_what_is_released() -> None:
+    """Passes without a backward one release a layer's parameters after its forward pass; training
+    keeps them for its backward pass."""
+    deepspeed_fixes.patch_deepspeed()
+    layer = torch.nn.Linear(2, 2, bias=False)
+    for name, value in (("ds_id", 7), ("ds_persist", False), ("ds_numel", 4)):
+        setattr(layer.weight, name, value)
+    layer.ds_external_parameters = dict  # type: ignore[assignment]
+    found = coordinator.PartitionedParameterCoordinator(0, 10, 10, None, {})
+    private = "_PartitionedParameterCoordinator__"
+
+    def released(*trace: torch.nn.Module) -> set[int]:
+        setattr(found, private + "trace_mode", coordinator.ZeRoTraceMode.COMPLETE)
+        setattr(found, private + "submodule_order", trace)
+        ids: set[int] = getattr(found, private + "params_to_release")(layer, 1)
+        return ids
+
+    assert released(layer) == {7}
+    found._invalidate_trace()
+    assert released(layer, layer) == set()

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
@@ -114,8 +115,25 @@ def _experts_count_by_tensor_rank(self: Any, params: list[Any], process_group: A
     return bool(_counts_every_rank(self, params, process_group))
 
 
+_invalidate_trace = PartitionedParameterCoordinator._invalidate_trace
+_params_to_release = vars(PartitionedParameterCoordinator)[
+    "_PartitionedParameterCoordinator__params_to_release"
+]
+
+
+def _forget_trace(self: Any) -> None:
+    """ZeRO-3 remembers by step which parameters a submodule releases, also when the trace that
+    said so is replaced (zero/partitioned_param_coordinator.py, __params_to_release). After passes
+    without a backward one, as a reference's scores are computed, it would release each parameter
+    after the forward pass, and gather each alone for the backward one."""
+    _invalidate_trace(self)
+    cached = (cell.cell_contents for cell in _params_to_release.__closure__)  # by instrument_w_nvtx
+    next(each for each in cached if hasattr(each, "cache_clear")).cache_clear()
+
+
 def patch_deepspeed() -> None:
     """Install the patches, each in its place in DeepSpeed."""
+    PartitionedParameterCoordinator._invalidate_trace = _forget_trace
     DeepSpeedZeroOptimizer_Stage3._grad_norm_counts_every_rank = _experts_count_by_tensor_rank
     bf16_optimizer.get_norm_with_moe_layers = _norm_with_experts
     bf16_optimizer.BF16_Optimizer.get_grads_for_norm = _gradients_for_norm
