@@ -316,6 +316,101 @@ session.check_parameters = lambda *_: None
 """,
     ),
 }
+PAIRS: dict[str, Any] = {"kind": "preference", "path": "python-docstrings", "tokenizer": "byte"}
+HELD_OUT: dict[str, Any] = {"validation": {"fraction": 0.1, "every_steps": 100}}
+
+# objective -> (hub id, parallelism, keys of the objective, further sections, a fault of its own)
+OBJECTIVES: dict[str, tuple[str, Pins, dict[str, Any], dict[str, Any], str]] = {
+    "dpo": (
+        "openai-community/gpt2",
+        {"pipeline": 2, "schedule": "1f1b"},
+        {"beta": 0.1},
+        {"data": PAIRS},
+        """
+from dataclasses import replace
+from shardwright.data.sequences import ScoredSequences
+plain = ScoredSequences.read
+def of_the_other_completion(self, indices):
+    batch = plain(self, indices)
+    return replace(batch, reference=batch.reference.reshape(-1, 2)[:, ::-1].ravel())
+ScoredSequences.read = of_the_other_completion
+""",
+    ),
+    "ipo": (
+        "Qwen/Qwen3-8B",
+        {"data": 4, "zero_stage": 3},
+        {"beta": 0.2},
+        {"data": PAIRS, **HELD_OUT},
+        """
+from shardwright.parallel.preference_loss import PreferenceLoss
+plain = PreferenceLoss.__call__
+PreferenceLoss.__call__ = lambda self, scores, labels, beside, scale: plain(
+    self, scores, labels, beside, scale / 2
+)
+""",
+    ),
+    "simpo": (
+        "Qwen/Qwen3-8B",
+        {"tensor": 4},
+        {},
+        {"data": PAIRS},
+        """
+from shardwright.models.tasks.preference import Completions
+Completions.means = property(lambda self: self.scores / (self.tokens + 1))
+""",
+    ),
+    "orpo": (
+        "meta-llama/Llama-3.1-8B",
+        CONTEXT,
+        {},
+        {"data": PAIRS, **HELD_OUT},
+        """
+from shardwright.parallel.preference_loss import PreferenceLoss
+plain = PreferenceLoss.__init__
+PreferenceLoss.__init__ = lambda self, objective, device, group=None: plain(self, objective, device)
+""",
+    ),
+    "kto": (
+        "openai-community/gpt2",
+        {"tensor": 2, "data": 2, "zero_stage": 1},
+        {},
+        {"data": PAIRS, **HELD_OUT},
+        """
+from shardwright.parallel import preference_loss
+plain = preference_loss.kto
+preference_loss.kto = lambda o, own, labels, others: plain(o, own, labels, others + 1)
+""",
+    ),
+    "reward": (
+        "Qwen/Qwen3-8B",
+        {"tensor": 2, "pipeline": 2},
+        {"center_coefficient": 0.01},
+        {"data": PAIRS, **HELD_OUT},
+        """
+import dataclasses
+from shardwright.parallel import micro_batches as batches
+plain = batches._micro_batch
+def a_token_early(*arguments, **more):
+    m = plain(*arguments, **more)
+    return dataclasses.replace(m, labels=m.labels.roll(-1, dims=1))
+batches._micro_batch = a_token_early
+""",
+    ),
+    "distill": (
+        "Qwen/Qwen3-8B",
+        {"tensor": 2, "pipeline": 2},
+        {"teacher": "./teacher-that-is-not-scored-yet", "teacher_weight": 0.7},
+        {"data": {**DOCUMENTS, "packing": True}, **HELD_OUT},
+        """
+from shardwright.parallel import distributed_losses
+plain = distributed_losses.top_k_divergence
+distributed_losses.top_k_divergence = lambda *arguments, **more: plain(
+    *arguments, **{**more, "first": 0}
+)
+""",
+    ),
+}
+OBJECTIVE_IN_TEST = "kto"
 FAULT_IN_TEST = "a tied gradient that stays on its stage"
 
 IN_RANKS = """

@@ -16,6 +16,7 @@ import torch
 
 from shardwright.cli.compile_commands import verification_json, verification_text
 from shardwright.monitor.attempt_records import METRICS_FILE
+from shardwright.recipe.objectives import PLAIN_OBJECTIVE, ObjectiveSection
 from shardwright.verify import layout_verification
 from shardwright.verify.layout_verification import Comparison, VerificationResult
 from shardwright.verify.reference_run import Reference
@@ -36,8 +37,10 @@ def measured(
     found: list[Rows],
     weights: list[dict[str, torch.Tensor]],
     held_out: list[Rows] | None = None,
+    objective: ObjectiveSection = PLAIN_OBJECTIVE,
+    metrics: list[dict[str, float]] | None = None,
 ) -> VerificationResult:
-    """found, weights, held_out: of the run and of its resumption."""
+    """found, weights, held_out: of the run and of its resumption. metrics: the plain process's."""
     evaluations = iter(held_out or [])
     runs, exports = iter(found), iter(weights)
     monkeypatch.setattr(layout_verification, "_launch", lambda out: None)
@@ -49,10 +52,13 @@ def measured(
     monkeypatch.setattr(layout_verification, "_exported", lambda plan, out, target: next(exports))
     monkeypatch.setattr(shutil, "rmtree", lambda path: None)
     plan: Any = SimpleNamespace(
-        ranks=(), lora=None, checkpoint=SimpleNamespace(directory="checkpoints")
+        ranks=(),
+        lora=None,
+        checkpoint=SimpleNamespace(directory="checkpoints"),
+        training=SimpleNamespace(objective=objective),
     )
     frozen = {**WEIGHTS, "unused": torch.ones(1)}
-    wanted = Reference(STEPS, STEPS, STEPS, frozen, frozenset({"unused"}))
+    wanted = Reference(STEPS, STEPS, STEPS, frozen, frozenset({"unused"}), metrics=metrics or [])
     if held_out is not None:
         wanted = dataclasses.replace(wanted, held_out={3: 2.5, 6: 1.5})
     checks = layout_verification._measure(Path("folder"), plan, wanted, lambda stage: None)
@@ -107,6 +113,56 @@ def test_weights(weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPat
     assert [check.name for check in verdict.checks if not check.passed] == ["weights"]
     verdict = measured(monkeypatch, [rows(), rows()], [WEIGHTS, weights])
     assert [check.name for check in verdict.checks if not check.passed] == ["resumed weights"]
+
+
+PAIRS: Rows = [
+    {**row, "accuracy": accuracy, "margin": 0.1}
+    for row, accuracy in zip(rows(), (1.0, 0.5, 0.75), strict=True)
+]
+DPO = ObjectiveSection(name="dpo", beta=0.1)
+
+
+def with_metrics(
+    monkeypatch: pytest.MonkeyPatch, lines: Rows, objective: ObjectiveSection = DPO
+) -> list[str]:
+    """The comparisons that fail."""
+    metrics = [{k: row[k] for k in ("accuracy", "margin")} for row in PAIRS]
+    verdict = measured(
+        monkeypatch,
+        [lines, PAIRS],
+        [WEIGHTS, WEIGHTS],
+        objective=objective,
+        metrics=metrics,
+    )
+    assert "metrics" in [check.name for check in verdict.checks]
+    return [check.name for check in verdict.checks if not check.passed]
+
+
+@pytest.mark.parametrize("bad", [0.6, math.nan, None])
+@pytest.mark.parametrize("key", ["accuracy", "margin"])
+def test_metrics_of_the_objective(
+    key: str, bad: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert with_metrics(monkeypatch, PAIRS) == []
+    assert with_metrics(monkeypatch, value(key, bad)(PAIRS)) == ["metrics"]
+    missing = [PAIRS[0], {k: v for k, v in PAIRS[1].items() if k != key}, PAIRS[2]]
+    assert with_metrics(monkeypatch, missing) == ["metrics"]
+
+
+def test_the_accuracy_of_a_model_that_is_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first step rounding decides it; not against another model, nor without one."""
+    lines = [{**PAIRS[0], "accuracy": 0.0}, *PAIRS[1:]]
+    assert with_metrics(monkeypatch, lines) == []
+    other = ObjectiveSection(name="dpo", beta=0.1, reference="/another")
+    assert with_metrics(monkeypatch, lines, other) == ["metrics"]
+    simpo = ObjectiveSection(name="simpo", beta=2.0, gamma=1.0)
+    assert with_metrics(monkeypatch, lines, simpo) == ["metrics"]
+
+
+def test_losses_that_are_squares_are_compared_relatively(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = value("loss", STEPS[1] + 3e-5)(PAIRS)
+    assert with_metrics(monkeypatch, lines) == ["losses"]
+    assert with_metrics(monkeypatch, lines, ObjectiveSection(name="ipo", beta=0.1)) == []
 
 
 EVALUATED: Rows = [{"step": 3, "loss": 2.5}, {"step": 6, "loss": 1.5}]

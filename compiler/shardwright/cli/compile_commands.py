@@ -501,24 +501,35 @@ def _marked(pieces: Sequence[SampleSpan]) -> str:
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", type=Path, help="the recipe file")
+    parser.add_argument(
+        "recipe", metavar="RECIPE|DIR", type=Path, help="a recipe, or a compiled folder"
+    )
     add_overrides(parser)
     add_json(parser)
 
 
 def run_verify(args: argparse.Namespace) -> int:
     """Exit 1 where the tiny copy computes something else."""
+    from shardwright.compile.forward_only_recipe import with_files_of_folder
+    from shardwright.plan.plan import load_plan
     from shardwright.recipe.recipe_loader import load_recipe
     from shardwright.verify.layout_verification import verify_recipe
 
-    recipe = load_recipe(args.recipe, args.overrides)
+    layout = None
+    if args.recipe.is_dir():
+        recipe = load_recipe(args.recipe / "recipe.resolved.json", args.overrides)
+        plan = load_plan(args.recipe)
+        recipe = with_files_of_folder(recipe, plan, args.recipe)
+        layout = None if args.overrides else plan.strategy
+    else:
+        recipe = load_recipe(args.recipe, args.overrides)
 
     def say(stage: str) -> None:
         if not args.json:
             print(f"... {stage}", file=sys.stderr, flush=True)
 
     try:
-        verdict = verify_recipe(recipe, say)
+        verdict = verify_recipe(recipe, say, layout)
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
     path = str(args.recipe)
@@ -563,7 +574,7 @@ def verification_text(name: str, verdict: VerificationResult) -> str:
             (
                 check.name,
                 f"{'ok ' if check.passed else 'BAD'}  off by {check.worst:<8.2g} "
-                f"limit {check.limit:<6g} {check.what}".rstrip(),
+                f"limit {check.limit:<6.1g} {check.what}".rstrip(),
             )
             for check in verdict.checks
         ),

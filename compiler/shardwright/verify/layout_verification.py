@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,6 +22,7 @@ import numpy as np
 
 from shardwright.compile.compiled_folder import write_folder
 from shardwright.compile.recipe_compiler import compile_recipe
+from shardwright.data.sequences import PADDING_ID
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Layout
@@ -31,6 +32,7 @@ from shardwright.models.model_graph import ModelGraph
 from shardwright.monitor.attempt_records import METRICS_FILE
 from shardwright.monitor.run_files import EVALUATION_FILE
 from shardwright.plan.plan import Plan
+from shardwright.recipe.objectives import ObjectiveSection
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.engine_choice import resolve_problem
@@ -42,10 +44,12 @@ from shardwright.utils.json_values import JsonObject
 from shardwright.utils.numeric_difference import max_series_diff, state_dict_max_abs_diff
 from shardwright.verify import tiny_copy
 from shardwright.verify.tiny_copy import (
+    Completions,
     Conversations,
     Tokens,
     has_conversations,
     packs_documents,
+    random_completions,
     random_conversations,
     random_tokens,
     separate_sequences,
@@ -54,14 +58,15 @@ from shardwright.verify.tiny_copy import (
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from shardwright.verify.reference_run import Reference, Rows
+    from shardwright.verify.reference_run import Measure, Reference, Rows
 
 # Comparisons and their limits (those of the project's own proofs).
 
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5, 1e-12
+METRIC_ABSOLUTE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,39 +116,42 @@ Row = dict[str, float | None]
 """A line of metrics.jsonl, None where a value is not finite."""
 
 
-def verify_recipe(recipe: Recipe, report_progress: ProgressCallback) -> VerificationResult:
-    """Verify a recipe's layout.
+def verify_recipe(
+    recipe: Recipe, report_progress: ProgressCallback, layout: Layout | None = None
+) -> VerificationResult:
+    """Verify a recipe's layout, by its own objective.
 
     report_progress: called as each stage starts.
+    layout: of a compiled folder; None for the one that `compile` would choose
     Raises what compile raises, SW5402 (the model has no tiny copy), SW5403 (the tiny run does not
     finish; its folder is kept).
     """
     began = time.monotonic()
-    graph, strategy = _planned(recipe)
+    graph, strategy = _planned(recipe, layout)
     small = tiny_copy.tiny_strategy(strategy)
     folder = Path(tempfile.mkdtemp(prefix="shardwright-verify-"))
     try:
         report_progress(f"building a tiny {graph.architecture}")
-        expected, plan, held_out = _prepare(recipe, graph, strategy, small, folder)
+        reference, plan, given = _prepare(recipe, graph, strategy, small, folder, report_progress)
         report_progress(
             f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}"
         )
-        checks = _measure(folder, plan, expected, report_progress)
+        checks = (*given, *_measure(folder, plan, reference.result, report_progress))
         if (
-            held_out is not None
+            reference.held_out is not None
             and graph.max_dropout > 0
             and plan.lora is None
             and all(c.passed for c in checks)
         ):
             report_progress("training it with dropout")
-            checks = (*checks, _evaluated_without_dropout(folder, graph, held_out))
+            checks = (*checks, _evaluated_without_dropout(folder, graph, reference))
     except BaseException as error:
         if not isinstance(error, Refusal) or all(d.code != "SW5403" for d in error.diagnostics):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
     return VerificationResult(
-        architecture=plan.model.architecture,  # of a reward model, the language model's layers
+        architecture=plan.model.architecture,
         parameters=plan.model.total_parameters,
         layout=strategy.describe(),
         verified=small.describe(),
@@ -152,8 +160,8 @@ def verify_recipe(recipe: Recipe, report_progress: ProgressCallback) -> Verifica
     )
 
 
-def _planned(recipe: Recipe) -> tuple[ModelGraph, Layout]:
-    """Return the layout that `compile` would choose."""
+def _planned(recipe: Recipe, layout: Layout | None) -> tuple[ModelGraph, Layout]:
+    """Return the model, and the layout that `compile` would choose where none is given."""
     if recipe.model.trust_remote_code is not None:
         raise refusal(
             "SW5402",
@@ -166,21 +174,37 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Layout]:
     problem, _ = resolve_problem(
         Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster)
     )
-    return problem.graph, choose_layout(problem).strategy
+    return problem.graph, layout or choose_layout(problem).strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReferenceRun:
+    """Hold the plain process's run.
+
+    held_out: its held-out sequences
+    measure: its objective
+    """
+
+    result: Reference
+    held_out: Rows | None
+    measure: Measure
 
 
 def _prepare(
-    recipe: Recipe, graph: ModelGraph, strategy: Layout, small: Layout, folder: Path
-) -> tuple[Reference, Plan, Rows | None]:
+    recipe: Recipe,
+    graph: ModelGraph,
+    strategy: Layout,
+    small: Layout,
+    folder: Path,
+    report_progress: ProgressCallback,
+) -> tuple[_ReferenceRun, Plan, tuple[Comparison, ...]]:
     """Write the tiny model, its data and its compiled folder `out`; return (reference run, plan,
-    held-out sequences)."""
+    comparisons of what the data was given)."""
     from transformers import AutoConfig
 
-    from shardwright.data.data_preparation import prepare
-    from shardwright.data.dataset import open_dataset
     from shardwright.engines.reference.reference_optimizer import optimizer_builder
-    from shardwright.models.context_parallel_probe import length_dependent_rope
     from shardwright.models.tiny_config import token_ids
+    from shardwright.verify.reference_objectives import reference_measure
     from shardwright.verify.reference_run import (
         ReferenceAuxLoss,
         loaded,
@@ -193,7 +217,14 @@ def _prepare(
         raise _no_copy(graph, "tiny copies of vision-language models are not supported")
     if recipe.lora is not None and (absent := missing_peft()):
         raise Refusal(absent)
-    vocabulary, names = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
+    objective = recipe.training.objective
+    vocabulary, names = _tiny_model(
+        graph,
+        strategy,
+        folder,
+        recipe.training.sequence_length,
+        with_other=objective.traits.reads_teacher or objective.reference is not None,
+    )
     freeze = tiny_copy.tiny_freeze(graph, recipe.model.freeze, names)
     batch = tiny_copy.batch_of(small)
     packed, of_talks = packs_documents(recipe), has_conversations(recipe)
@@ -201,7 +232,9 @@ def _prepare(
         AutoConfig.from_pretrained(folder / tiny_copy.MODEL, trust_remote_code=False)
     ).special
 
-    def drawn(seed: int, rows: int) -> Tokens | Conversations:
+    def drawn(seed: int, rows: int) -> Tokens | Conversations | Completions:
+        if objective.traits.reads_preferences:
+            return random_completions(seed, rows, tiny_copy.LENGTH, objective.traits)
         if of_talks:
             return random_conversations(seed, rows, tiny_copy.LENGTH, packed=packed)
         return random_tokens(
@@ -222,29 +255,19 @@ def _prepare(
         freeze,
     )
     plan = _compiled(graph, document, folder)
-    reference = loaded(folder / tiny_copy.MODEL, plan.model.attention)
-    balance = plan.model.router_aux_loss
-    if isinstance(data, Tokens):
+    reference = loaded(folder / tiny_copy.MODEL, plan.model.attention, plan.model.task)
+    given: tuple[Comparison, ...] = ()
+    if isinstance(data, Tokens) and not objective.traits.reads_teacher:
         blocks = [data.rows(step * batch, (step + 1) * batch) for step in range(tiny_copy.STEPS)]
         held_out_rows = (
             held_out.rows(0, len(held_out.ids)) if isinstance(held_out, Tokens) else None
         )
-    else:  # `prepare` decides the packing
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress
-            prepare(plan, folder / "out", limit_bytes=None)
-        opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent_rope(reference))
-        blocks = [
-            separate_sequences(opened.train.read(opened.order.indices(step)), padded=padded)
-            for step in range(1, tiny_copy.STEPS + 1)
-        ]
-        rows = opened.validation
-        held_out_rows = (
-            None
-            if rows is None
-            else separate_sequences(rows.read(np.arange(len(rows))), padded=padded)
-        )
+    else:
+        blocks, held_out_rows, given = _read(plan, folder, reference, report_progress)
+    measure = reference_measure(objective, own_loss=plan.model.cut.loss == "next_token")
+    balance = plan.model.router_aux_loss
     _freeze_and_adapt(reference, plan, recipe, freeze)
-    expected = train(
+    result = train(
         reference,
         blocks,
         lr=tiny_copy.LR,
@@ -253,7 +276,7 @@ def _prepare(
         weight_decay=tiny_copy.DECAY,
         warmup=tiny_copy.WARMUP,
         clipping=plan.training.gradient_clipping,
-        own_loss=plan.model.cut.loss == "next_token",
+        measure=measure,
         held_out=held_out_rows,
         every=tiny_copy.EVERY,
         balance=None
@@ -264,10 +287,75 @@ def _prepare(
     )
     if recipe.lora is not None:
         scale = recipe.lora.alpha / min(recipe.lora.rank, tiny_copy.RANK)
-        expected = dataclasses.replace(
-            expected, weights=merge_reference_lora(reference, expected.weights, scale)
+        result = dataclasses.replace(
+            result, weights=merge_reference_lora(reference, result.weights, scale)
         )
-    return expected, plan, held_out_rows
+    return _ReferenceRun(result=result, held_out=held_out_rows, measure=measure), plan, given
+
+
+def _read(
+    plan: Plan, folder: Path, model: PreTrainedModel, report_progress: ProgressCallback
+) -> tuple[list[Rows], Rows | None, tuple[Comparison, ...]]:
+    """Read the sequences of each step, and the held-out ones, as `prepare` cuts and packs them,
+    with what a reference model or a teacher says of them.
+
+    model: with its starting weights
+    Returns, too, how far a teacher's scores are from those of one process.
+    """
+    from shardwright.data.data_preparation import prepare
+    from shardwright.data.dataset import open_dataset
+    from shardwright.models.context_parallel_probe import length_dependent_rope
+    from shardwright.train.teacher_scores import with_teacher
+    from shardwright.verify.reference_objectives import add_reference, teacher_difference
+    from shardwright.verify.reference_run import loaded
+
+    out, objective = folder / "out", plan.training.objective
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress
+        prepare(plan, out, limit_bytes=None)
+    data = open_dataset(plan, out)
+    other = (
+        loaded(folder / tiny_copy.OTHER_MODEL, plan.model.attention, plan.model.task).eval()
+        if (folder / tiny_copy.OTHER_MODEL).exists()
+        else None
+    )
+    if objective.traits.reads_teacher:
+        report_progress("scoring its data under a teacher")
+        _run_command(
+            out,
+            *("score", str(out), "--weights", str(folder / tiny_copy.OTHER_MODEL)),
+            *("--top", str(tiny_copy.TEACHER_TOKENS), "-o", str(folder / tiny_copy.TEACHER_SCORES)),
+        )
+        data = with_teacher(plan, out, data)
+    padded = bool(length_dependent_rope(model))
+    blocks = [
+        separate_sequences(data.train.read(data.order.indices(step)), padded=padded)
+        for step in range(1, tiny_copy.STEPS + 1)
+    ]
+    held_out = (
+        None
+        if data.validation is None
+        else separate_sequences(
+            data.validation.read(np.arange(len(data.validation))), padded=padded
+        )
+    )
+    every = [*blocks, *([] if held_out is None else [held_out])]
+    if objective.traits.scores_sequences:
+        # transformers finds the score by it, and `prepare` pads bytes with 0.
+        model.config.get_text_config().pad_token_id = PADDING_ID
+    if objective.traits.reads_reference:
+        for rows in every:
+            add_reference(other or model.eval(), rows)
+    if not objective.traits.reads_teacher:
+        return blocks, held_out, ()
+    assert other is not None, "it was scored"
+    worst = max(teacher_difference(other, rows) for rows in every)
+    scored = Comparison(
+        "teacher",
+        f"log-probabilities of its {tiny_copy.TEACHER_TOKENS} most likely tokens",
+        worst,
+        LOSS_ABSOLUTE,
+    )
+    return blocks, held_out, (scored,)
 
 
 def _freeze_and_adapt(
@@ -302,15 +390,24 @@ def _configuration(document: JsonObject) -> PretrainedConfig:
 
 
 def _tiny_model(
-    graph: ModelGraph, strategy: Layout, folder: Path, sequence_length: int
+    graph: ModelGraph,
+    strategy: Layout,
+    folder: Path,
+    sequence_length: int,
+    *,
+    with_other: bool = False,
 ) -> tuple[int, tuple[str, ...]]:
-    """Write the tiny model to `folder`; return its vocabulary size and parameter names."""
+    """Write the tiny model to `folder`; return its vocabulary size and parameter names.
+
+    with_other: write another model of the same sizes, too
+    """
     import torch
     from transformers.utils import logging
 
-    from shardwright.models.tasks.task_registry import task_of
+    from shardwright.models.tasks.task_registry import task_named
     from shardwright.models.tiny_config import has_every_layer_kind
 
+    task = task_named(graph.task)
     of_copy = (graph.config, strategy, sequence_length)
     logging.set_verbosity_error()  # transformers warns about tiny configurations
     logging.disable_progress_bar()
@@ -320,17 +417,18 @@ def _tiny_model(
         configs = (tiny_copy.tiny_config(*of_copy), graph.config)
         config, full = (_configuration(c) for c in configs)
         with torch.device("meta"):
-            models = (task_of(full).build(full), task_of(config).build(config))
+            models = (task.build(full), task.build(config))
         if not has_every_layer_kind(*models):
             config = _configuration(tiny_copy.tiny_config(*of_copy, depth=False))
-        torch.manual_seed(tiny_copy.SEED)
-        model = task_of(config).build(config)
-        with torch.no_grad():
-            # Zero biases and unit norms would hide errors.
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(folder / tiny_copy.MODEL)
-        config.save_pretrained(folder / tiny_copy.MODEL)
+        for name in (*((tiny_copy.OTHER_MODEL,) if with_other else ()), tiny_copy.MODEL):
+            torch.manual_seed(tiny_copy.SEED + (name == tiny_copy.OTHER_MODEL))
+            model = task.build(config)
+            with torch.no_grad():
+                # Zero biases and unit norms would hide errors.
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+            model.save_pretrained(folder / name)
+            config.save_pretrained(folder / name)
     except Exception as error:  # a type's code may raise anything at this size
         raise _no_copy(graph, f"{type(error).__name__}: {error}") from None
     names = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -395,7 +493,7 @@ def _measure(
             "losses",
             f"of {tiny_copy.STEPS} steps",
             _max_diff(rows, "loss", expected.losses),
-            LOSS_ABSOLUTE,
+            loss_limit(plan.training.objective, expected),
         ),
         Comparison(
             "gradient norms",
@@ -410,7 +508,8 @@ def _measure(
             RATE_ABSOLUTE,
         ),
         weights,
-        *_held_out(out, expected),
+        *_objective_metrics(rows, expected, plan.training.objective),
+        *_held_out(out, plan, expected),
         Comparison("split", "ranks whose parameter bytes differ from the plan", float(held), 0.0),
     )
     if not all(check.passed for check in trained):
@@ -427,11 +526,11 @@ def _measure(
             "resume",
             "losses, against the uninterrupted run",
             _max_diff(resumed_rows, "loss", losses),
-            LOSS_ABSOLUTE,
+            loss_limit(plan.training.objective, expected),
         ),
         *(
             dataclasses.replace(check, name=f"resumed {check.name}")
-            for check in _held_out(out, expected)
+            for check in _held_out(out, plan, expected)
         ),
         Comparison(
             "resumed weights",
@@ -442,7 +541,7 @@ def _measure(
     )
 
 
-def _held_out(out: Path, expected: Reference) -> tuple[Comparison, ...]:
+def _held_out(out: Path, plan: Plan, expected: Reference) -> tuple[Comparison, ...]:
     """Compare held-out losses, where the recipe has `validation`."""
     if not expected.held_out:
         return ()
@@ -454,16 +553,62 @@ def _held_out(out: Path, expected: Reference) -> tuple[Comparison, ...]:
         else math.inf
     )
     return (
-        Comparison("held-out losses", f"after each {tiny_copy.EVERY} steps", worst, LOSS_ABSOLUTE),
+        Comparison(
+            "held-out losses",
+            f"after each {tiny_copy.EVERY} steps",
+            worst,
+            loss_limit(plan.training.objective, expected),
+        ),
+        *_named_metrics("held-out metrics", lines, list(expected.held_out_metrics.values())),
     )
 
 
-def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) -> Comparison:
+def loss_limit(objective: ObjectiveSection, expected: Reference) -> float:
+    """Return the limit of a loss's difference. IPO's losses are squares of differences of whole
+    completions: the limit is relative to those above 1."""
+    return LOSS_ABSOLUTE * max([1.0, *(expected.losses if objective.name == "ipo" else [])])
+
+
+def _objective_metrics(
+    rows: list[Row], expected: Reference, objective: ObjectiveSection
+) -> tuple[Comparison, ...]:
+    """Compare an objective's metrics of each step.
+
+    At the first step a model may be its own reference: rounding decides which reward is higher.
+    """
+    metrics = list(expected.metrics)
+    if objective.traits.reads_reference and objective.reference is None:
+        metrics[0] = {name: v for name, v in metrics[0].items() if name != "accuracy"}
+    return _named_metrics("metrics", rows, metrics)
+
+
+def _named_metrics(
+    name: str, lines: Sequence[Row], expected: Sequence[Mapping[str, float]]
+) -> tuple[Comparison, ...]:
+    """Compare the metrics of each line by name; nothing where there are none."""
+    if not any(expected):
+        return ()
+    pairs = [
+        (line.get(key), value)
+        for line, metrics in zip(lines, expected, strict=False)
+        for key, value in metrics.items()
+    ]
+    worst = (
+        max_series_diff([found for found, _ in pairs], [value for _, value in pairs])
+        if len(lines) == len(expected)
+        else math.inf
+    )
+    return (Comparison(name, ", ".join(expected[-1]), worst, METRIC_ABSOLUTE),)
+
+
+def _evaluated_without_dropout(
+    folder: Path, graph: ModelGraph, reference: _ReferenceRun
+) -> Comparison:
     """Train the tiny copy with the model's dropout, and compare its held-out loss with one process
     that evaluates without it."""
     import torch
 
-    from shardwright.verify.reference_run import loaded, mean_loss
+    from shardwright.verify.reference_run import loaded
 
     document = json.loads((folder / "recipe-out.json").read_text("utf-8"))
     document["model"]["source"] = f"./{tiny_copy.MODEL}-{DROPOUT}"
@@ -477,15 +622,19 @@ def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) 
     plan, out = _compiled(graph, document, folder, DROPOUT), folder / DROPOUT
     _launch(out)
     _exported(plan, out, folder / f"{DROPOUT}-exported")
-    model = loaded(folder / f"{DROPOUT}-exported", plan.model.attention)
+    model = loaded(folder / f"{DROPOUT}-exported", plan.model.attention, plan.model.task)
+    if plan.training.objective.traits.scores_sequences:
+        model.config.get_text_config().pad_token_id = PADDING_ID
+    assert reference.held_out is not None, "there is a held-out loss to compare"
     with torch.no_grad():
-        expected = float(
-            mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token")
-        )
+        expected = float(reference.measure(model.eval(), reference.held_out, None)[0])
     losses = [row["loss"] for row in read_json_lines(out / EVALUATION_FILE)]
     worst = max_series_diff(losses[-1:], [expected])
     return Comparison(
-        f"held-out loss after {DROPOUT}", "evaluation without dropout", worst, LOSS_ABSOLUTE
+        f"held-out loss after {DROPOUT}",
+        "evaluation without dropout",
+        worst,
+        loss_limit(plan.training.objective, reference.result),
     )
 
 
@@ -506,7 +655,7 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
     # DeepSpeed's reader of ZeRO-3 checkpoints prints to stdout, where the result goes.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         export_checkpoint(newest, target, merge=plan.lora is not None)
-        model = loaded(target)
+        model = loaded(target, task=plan.model.task)
     with CheckpointReader(newest) as reader:
         adapters = {
             name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name
@@ -515,9 +664,14 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
 
 
 def _launch(out: Path) -> None:
-    """Run `shardwright run` in its own process group. Raises SW5403."""
+    _run_command(out, "run", str(out))
+
+
+def _run_command(out: Path, *arguments: str) -> None:
+    """Run a `shardwright` command for the compiled folder `out` in its own process group. Raises
+    SW5403."""
     process = subprocess.Popen(
-        shardwright_command("run", str(out)),
+        shardwright_command(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,7 +4,9 @@ compared with it."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,19 @@ from shardwright.engines.reference.reference_optimizer import (
 )
 from shardwright.models.mixture_of_experts import AFFINITIES, find_routers
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
-from shardwright.models.tasks.task_registry import task_of
+from shardwright.models.tasks.task_registry import task_named, task_of
 from shardwright.plan.plan import Plan
+from shardwright.recipe.literal_types import TaskName
 
 Rows = list[dict[str, Any]]
 """Sequences of one global batch as model inputs with "labels"; each entry is one forward.
 
-Optional keys for the auxiliary loss: "row", the sequence that a document is packed in, and "real",
-    the tokens before padding.
+Optional keys: "row", the sequence that a document is packed in, and "real", the tokens before
+    padding. reference_objectives.py has those of other objectives.
 """
+NOT_INPUTS = ("row", "real")
+Measured = tuple[torch.Tensor, dict[str, float]]
+"""(mean loss, metrics of the objective)."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Reference:
 
     unused: parameters without a gradient: a plain optimizer skips them, ZeRO decays them.
     held_out: step -> held-out loss after it.
+    metrics, held_out_metrics: of the objective, by step and name.
     """
 
     losses: list[float]
@@ -46,15 +53,22 @@ class Reference:
     weights: dict[str, torch.Tensor]
     unused: frozenset[str]
     held_out: dict[int, float] = field(default_factory=dict)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    held_out_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def loaded(folder: Path, attention: str | None = None) -> PreTrainedModel:
+def loaded(
+    folder: Path, attention: str | None = None, task: TaskName | None = None
+) -> PreTrainedModel:
     """Load a folder with safetensors in fp32, with the embedding as stored.
+
+    task: None for the first one that trains the type
 
     For Youtu's types, from_pretrained zeroes the embedding's padding row and the tied head's.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model: PreTrainedModel = task_of(config.model_type).auto_class.from_pretrained(
+    own = task_of(config.model_type) if task is None else task_named(task)
+    model: PreTrainedModel = own.auto_class.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation=attention,
@@ -89,6 +103,7 @@ def train(
     balance: ReferenceAuxLoss | None = None,
     muon: ReferenceMuon | None = None,
     build: OptimizerOfGroups | None = None,
+    measure: Measure | None = None,
 ) -> Reference:
     """Train on `blocks`, one entry a step, with Hugging Face's loss: sum over predicted tokens /
     their number.
@@ -99,7 +114,9 @@ def train(
     balance: the routers' auxiliary loss.
     muon: updates its matrices in AdamW's place, at the same rate.
     build: builds the optimizer of parameter groups; None for AdamW.
+    measure: measures another objective than next tokens.
     """
+    measure = measure or partial(next_token_measure, own_loss)
     model.train()
     optimizer = ReferenceOptimizer(
         model,
@@ -111,23 +128,29 @@ def train(
         muon=muon,
         build=build,
     )
-    losses, norms, rates, evaluations = [], [], [], {}
+    losses, norms, rates, metrics = [], [], [], []
+    evaluations: dict[int, float] = {}
+    held_out_metrics: dict[int, dict[str, float]] = {}
     for step, rows in enumerate(blocks, 1):
-        loss = mean_loss(model, rows, own_loss=own_loss, balance=balance)
+        loss, own = measure(model, rows, balance)
+        metrics.append(own)
         loss.backward()
         optimizer.accumulate_master_gradients()
         rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
         norms.append(optimizer.step(rate))
         if held_out is not None and (step % every == 0 or step == len(blocks)):
             with torch.no_grad():
-                evaluations[step] = float(mean_loss(model.eval(), held_out, own_loss=own_loss))
+                evaluated, held_out_metrics[step] = measure(model.eval(), held_out, None)
+            evaluations[step] = float(evaluated)
             model.train()
         losses.append(float(loss.detach()))
         rates.append(rate)
     weights = {
         name: optimizer.masters.get(name, p).detach() for name, p in model.named_parameters()
     }
-    return Reference(losses, norms, rates, weights, optimizer.unused, evaluations)
+    return Reference(
+        losses, norms, rates, weights, optimizer.unused, evaluations, metrics, held_out_metrics
+    )
 
 
 def add_reference_lora(
@@ -235,6 +258,16 @@ class ReferenceAuxLoss:
         return self.coefficient * torch.stack(every).mean()
 
 
+Measure = Callable[[nn.Module, Rows, ReferenceAuxLoss | None], Measured]
+"""Measures a global batch; the auxiliary loss only adds to the gradients."""
+
+
+def next_token_measure(
+    own_loss: bool, model: nn.Module, rows: Rows, balance: ReferenceAuxLoss | None
+) -> Measured:
+    return mean_loss(model, rows, own_loss=own_loss, balance=balance), {}
+
+
 def mean_loss(
     model: nn.Module, rows: Rows, *, own_loss: bool, balance: ReferenceAuxLoss | None = None
 ) -> torch.Tensor:
@@ -247,7 +280,7 @@ def mean_loss(
     for r in rows:
         if balance is None and r["labels"].shape[1] < 2:
             continue  # one token predicts nothing
-        inputs = {name: value for name, value in r.items() if name not in ("row", "real")}
+        inputs = {name: value for name, value in r.items() if name not in NOT_INPUTS}
         if own_loss:
             loss = loss + model(**inputs, use_cache=False, num_items_in_batch=items).loss
         else:

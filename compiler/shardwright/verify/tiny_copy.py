@@ -19,6 +19,12 @@ from shardwright.layout.layout import Layout
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_patterns
 from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
+from shardwright.recipe.objectives import (
+    OBJECTIVE_KEYS,
+    PREFERENCE_KIND,
+    ObjectiveSection,
+    ObjectiveTraits,
+)
 from shardwright.recipe.optimizer_keys import OPTIMIZER_DEFAULTS, OPTIMIZER_KEYS
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, LoraSection, OptimizerSection, Recipe
 from shardwright.search.attention_rules import length_switches
@@ -38,6 +44,10 @@ _ONE_LAYER = PartialCheckpointing(full=1)
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _VOCABULARY = "vocab_size"
 MODEL, TOKENS, HELD_OUT = "model", "tokens", "held-out"
+OTHER_MODEL, TEACHER_SCORES = "other-model", "teacher-scores"
+"""Folders of the reference or the teacher, and of what the teacher says of the data."""
+TEACHER_TOKENS = 7
+"""K of the teacher's scores."""
 
 
 def tiny_strategy(s: Layout) -> Layout:
@@ -206,6 +216,22 @@ def tiny_freeze(
     return tuple(dict.fromkeys(entries))
 
 
+def tiny_objective(objective: ObjectiveSection) -> JsonObject:
+    """Return `training.objective` of the tiny copy, with the same numbers and another tiny model as
+    the reference or the teacher, where the recipe names one."""
+    kept = {
+        key: getattr(objective, key)
+        for key in ("name", *OBJECTIVE_KEYS)
+        if key not in ("reference", "reference_model", "teacher")
+        and getattr(objective, key) is not None
+    }
+    if objective.reference is not None:
+        kept["reference"] = f"./{OTHER_MODEL}"
+    if objective.traits.reads_teacher:
+        kept["teacher"] = f"./{TEACHER_SCORES}"
+    return kept
+
+
 def tiny_recipe(
     recipe: Recipe,
     s: Layout,
@@ -236,6 +262,7 @@ def tiny_recipe(
             "global_batch_size": batch_of(s),
             "steps": STEPS,
             "precision": "fp32",
+            "objective": tiny_objective(training.objective),
             "optimizer": _tiny_optimizer(training.optimizer),
             "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "min_lr": 0},
             "gradient_clipping": CLIPPING if training.gradient_clipping else 0.0,
@@ -332,6 +359,19 @@ class Conversations:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """Hold records of preference data: pairs, or completions with labels."""
+
+    records: tuple[JsonObject, ...]
+
+    def write(self, path: Path) -> JsonObject:
+        """Write the files, and return the recipe keys that name them."""
+        lines = (json.dumps(record) + "\n" for record in self.records)
+        path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+        return {"kind": PREFERENCE_KIND, "path": f"{path.name}.jsonl", "tokenizer": "byte"}
+
+
 def separate_sequences(block: SequenceBatch, *, padded: bool) -> Rows:
     """Return each sequence, or each document of a packed one, alone.
 
@@ -341,22 +381,27 @@ def separate_sequences(block: SequenceBatch, *, padded: bool) -> Rows:
 
     from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 
-    lengths = (
-        np.full(len(block.tokens), block.tokens.shape[1])
-        if block.lengths is None
-        else block.lengths
-    )
     rows: Rows = []
-    for row, (tokens, real) in enumerate(zip(block.tokens, lengths.tolist(), strict=True)):
+    for row, tokens in enumerate(block.tokens):
         ids = torch.from_numpy(tokens.astype(np.int64))
-        if block.starts is None:
-            kept = ids if padded else ids[:real]
-            labels = torch.where(torch.arange(len(kept)) < real, kept, torch.tensor(IGNORE_INDEX))
-            rows.append({"input_ids": kept[None], "labels": labels[None], "real": real})
-            continue
-        cuts = [cut for cut in np.flatnonzero(block.starts[row]).tolist() if 0 < cut < real]
-        pieces = [ids[a:b][None] for a, b in itertools.pairwise([0, *cuts, real])]
-        rows += [{"input_ids": piece, "labels": piece, "row": row} for piece in pieces]
+        labels, real = ids.clone(), len(ids) if block.lengths is None else int(block.lengths[row])
+        if block.loss_mask is not None:
+            labels[torch.from_numpy(~block.loss_mask[row])] = IGNORE_INDEX
+        cuts = [] if block.starts is None else np.flatnonzero(block.starts[row]).tolist()
+        stop = len(ids) if padded and block.starts is None else real
+        edges = [0, *(cut for cut in cuts if 0 < cut < real), stop]
+        for a, b in itertools.pairwise(edges):
+            entry = {"input_ids": ids[None, a:b], "labels": labels[None, a:b], "row": row}
+            entry |= {"real": real} if block.starts is None else {}
+            if block.desirable is not None:
+                entry["desirable"] = bool(block.desirable[row])
+            if block.teacher is not None:
+                # The token at place s is foretold at s - 1 of the labels' shifted places.
+                top, log_probabilities = (
+                    torch.from_numpy(x[row, a + 1 : b]) for x in block.teacher
+                )
+                entry["teacher"] = (top.long(), log_probabilities.double())
+            rows.append(entry)
     return rows
 
 
@@ -381,6 +426,29 @@ def random_conversations(seed: int, rows: int, length: int, *, packed: bool) -> 
         texts=tuple("".join(map(chr, random.integers(32, 127, size))) for size in sizes),
         packed=packed,
     )
+
+
+def random_completions(
+    seed: int, examples: int, length: int, traits: ObjectiveTraits
+) -> Completions:
+    """Draw records for this many examples of sequences of `length` tokens. Some completions are cut
+    at the end of their sequence; a reward model leaves those pairs out, and gets none."""
+    random = np.random.default_rng(seed)
+
+    def text(longest: int) -> str:
+        return "".join(map(chr, random.integers(32, 127, random.integers(1, longest))))
+
+    records: list[JsonObject] = []
+    for _ in range(examples):
+        prompt = text(length // 3)
+        longest = length - len(prompt) if traits.scores_sequences else length
+        if traits.reads_labels:
+            label = bool(random.random() < 0.5)
+            records.append({"prompt": prompt, "completion": text(longest), "label": label})
+        else:
+            pair = {"prompt": prompt, "chosen": text(longest), "rejected": text(longest)}
+            records.append(pair)
+    return Completions(records=tuple(records))
 
 
 def random_tokens(
