@@ -85,9 +85,7 @@ class TrainedRun(Generic[Run]):
             "loss": apart["loss"] / size,
             "norm": apart["norm"],
             "held out": abs(self.held_out[0] - wanted.held_out_loss) / size,
-            "weight": 0.0
-            if case.lora_rank
-            else weight_difference(self.run.plan, self.run.trainer, wanted.trained),
+            "weight": weight_difference(self.run.plan, self.run.trainer, wanted.trained),
         }
 
 

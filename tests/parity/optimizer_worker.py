@@ -111,7 +111,8 @@ def weight_difference(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
         whole = wanted.weights[f.name]
         part = local_expert_range(plan, at, f.name, whole.shape[0])
         whole = whole if part is None else whole.narrow(0, *part)
-        whole = cut(splits[f.name], whole, at.tensor)
+        if f.name in splits:  # adapters are on every rank
+            whole = cut(splits[f.name], whole, at.tensor)
         whole = whole.t() if f.name in trainer.transposed else whole
         mine = f.states["fp32"]
         whole = whole.reshape(-1)[f.start : f.start + mine.numel()]

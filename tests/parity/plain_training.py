@@ -85,7 +85,10 @@ def train_by_objective(model: Any, case: Case, measure: Measure) -> PlainObjecti
         adamw.zero_grad()
         losses.append(float(loss.detach()))
         rates.append(rate)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    # peft puts its own modules around the model.
+    weights = {
+        name.removeprefix("base_model.model."): p.detach() for name, p in model.named_parameters()
+    }
     with torch.no_grad():
         loss, own = measure(range(HELD_OUT))
     found = Reference(losses, norms, rates, weights, frozenset())

@@ -11,6 +11,7 @@ from shardwright.utils.numeric_difference import largest_difference
 from tests.parity.case_launches import launched
 from tests.parity.distillation import DistillationCase as Case
 from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE
+from tests.parity.objective_layouts import over_four_ranks, over_two_ranks
 
 WEIGHT_ABSOLUTE = 1e-5
 
@@ -57,6 +58,10 @@ FOUR: dict[str, Case] = {
 }
 
 
+EVERY_TWO = {name: Case(weight=0.7, **fields) for name, fields in over_two_ranks().items()}
+EVERY_FOUR = {name: Case(weight=0.7, **fields) for name, fields in over_four_ranks().items()}
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "cases",
@@ -64,6 +69,8 @@ FOUR: dict[str, Case] = {
         pytest.param(SAMPLE, id="sample"),
         pytest.param(TWO, id="two-ranks", marks=pytest.mark.prove),
         pytest.param(FOUR, id="four-ranks", marks=pytest.mark.prove),
+        pytest.param(EVERY_TWO, id="every-layout-two-ranks", marks=pytest.mark.prove),
+        pytest.param(EVERY_FOUR, id="every-layout-four-ranks", marks=pytest.mark.prove),
     ],
 )
 def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
@@ -72,6 +79,7 @@ def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
     def largest(name: str) -> float:
         return largest_difference(line[name] for line in found.values())
 
+    print({name: largest(name) for name in next(iter(found.values()))})
     assert largest("loss") <= LOSS_ABSOLUTE, found
     assert largest("held out") <= LOSS_ABSOLUTE, found
     assert largest("norm") <= NORM_RELATIVE, found

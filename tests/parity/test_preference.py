@@ -4,12 +4,14 @@ ZeRO stage and kind of rank; the reference's scores are those of the starting we
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
 from tests.parity.case_launches import launched
 from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE
+from tests.parity.objective_layouts import over_four_ranks, over_two_ranks
 from tests.parity.preference import PreferenceCase as Case
 
 WEIGHT_ABSOLUTE = 1e-5
@@ -137,6 +139,43 @@ FOUR: dict[str, Case] = {
 }
 
 
+EVERY: dict[str, dict[str, Any]] = {
+    "dpo": {"name": "dpo", "beta": 0.3},
+    "ipo": IPO,
+    "simpo": SIMPO,
+    "orpo": ORPO,
+    "kto": KTO,
+    "reward": REWARD,
+}
+
+
+def check(cases: dict[str, Case], folder: Path) -> None:
+    found = launched(cases, folder, "preference_worker.py")
+
+    def largest(name: str) -> float:
+        return largest_difference(line[name] for line in found.values())
+
+    print({name: largest(name) for name in next(iter(found.values()))})
+    assert largest("loss") <= LOSS_ABSOLUTE, found
+    assert largest("held out") <= LOSS_ABSOLUTE, found
+    assert largest("norm") <= NORM_RELATIVE, found
+    assert largest("weight") <= WEIGHT_ABSOLUTE, found
+    assert largest("scores") <= 1e-5, found
+    assert largest("metrics") <= 1e-5, found
+    assert largest("exported") <= 1e-5, found
+
+
+@pytest.mark.launch
+@pytest.mark.prove
+@pytest.mark.parametrize("objective", EVERY)
+def test_every_layout(objective: str, tmp_path: Path) -> None:
+    own = EVERY[objective]
+    every = {"two": over_two_ranks(lora=objective != "reward"), "four": over_four_ranks()}
+    for ranks, fields in every.items():
+        cases = {name: Case(objective=own, **each) for name, each in fields.items()}
+        check(cases, tmp_path / ranks)
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "cases",
@@ -149,15 +188,4 @@ FOUR: dict[str, Case] = {
     ],
 )
 def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
-    found = launched(cases, tmp_path, "preference_worker.py")
-
-    def largest(name: str) -> float:
-        return largest_difference(line[name] for line in found.values())
-
-    assert largest("loss") <= LOSS_ABSOLUTE, found
-    assert largest("held out") <= LOSS_ABSOLUTE, found
-    assert largest("norm") <= NORM_RELATIVE, found
-    assert largest("weight") <= WEIGHT_ABSOLUTE, found
-    assert largest("scores") <= 1e-5, found
-    assert largest("metrics") <= 1e-5, found
-    assert largest("exported") <= 1e-5, found
+    check(cases, tmp_path)
