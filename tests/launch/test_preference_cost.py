@@ -24,7 +24,8 @@ DPO = {"name": "dpo", "beta": 0.1}
 def write_recipe(case: Case, folder: Path, objective: dict[str, Any] | None) -> Path:
     """Pairs of texts as long as a sequence, or random tokens of twice as many sequences."""
     folder.mkdir()
-    sequences = case.micro if objective else 2 * case.micro
+    is_paired = objective is not None and objective["name"] != "kto"
+    sequences = case.micro if is_paired else 2 * case.micro
     document = recipe(replace(case, micro=sequences), folder) | {"data": {"kind": "synthetic"}}
     document["model"] = {"config": MODEL, "weights": "random"}
     document["training"] |= {"sequence_length": LENGTH, "steps": STEPS}

@@ -686,8 +686,6 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
     backward = _each(seconds.backward) + (recompute - partly)
     if priced.recipe.assume.mfu is None:
         backward = backward + _accumulation_seconds(priced)
-    passes = 1 + priced.recipe.training.objective.traits.forward_only_passes
-    forward = forward * passes
     forward_comm, backward_comm, partial_recompute_comm = _tensor_comm_seconds(
         priced, forward, backward, partly
     )
@@ -722,10 +720,11 @@ def _of_layers(priced: PricedLayout) -> PassTimes:
         forward_comm = forward_comm + has_experts * np.maximum(0.0, idle)
         idle = floor * (1 - FORWARD_SHARE) - backward - backward_comm
         backward_comm = backward_comm + has_experts * np.maximum(0.0, idle)
+    passes = 1 + priced.recipe.training.objective.traits.forward_only_passes
     return PassTimes(
-        forward_compute=seconds.forward,
+        forward_compute=tuple(passes * each for each in seconds.forward),
         backward_compute=_sums(backward),
-        forward_comm=_sums(forward_comm),
+        forward_comm=_sums(passes * forward_comm),
         backward_comm=_sums(backward_comm),
         partial_recompute_compute=_sums(partly),
         partial_recompute_comm=_sums(partial_recompute_comm),

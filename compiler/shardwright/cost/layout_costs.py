@@ -438,7 +438,7 @@ def _parts(
     )
     partly, partly_comm = partial_recompute_seconds(priced, found, blocks)
     parts = StepTimeBreakdown(
-        forward_seconds=over(layers.forward),
+        forward_seconds=over(found.forward_compute),
         backward_seconds=backward,
         recompute_seconds=recompute + m * partly,
         accumulate_seconds=_no_noise(over(found.backward_compute) - backward - recompute, backward),

@@ -1,4 +1,4 @@
-"""The estimate of a step of DPO beside that of fine-tuning with as many tokens."""
+"""The estimate of a step of preference training beside that of fine-tuning with as many tokens."""
 
 from __future__ import annotations
 
@@ -26,3 +26,22 @@ def test_a_preference_is_predicted_to_cost_its_tokens(name: str, tmp_path: Path)
     memory = [each["memory"]["peak_bytes"] for each in (pairs, plain)]
     assert 1 / LIMIT <= seconds[0] / seconds[1] <= LIMIT
     assert 1 / LIMIT <= memory[0] / memory[1] <= LIMIT
+
+
+def breakdown(path: Path) -> dict[str, float]:
+    explained = json.loads(must(shardwright("explain", path, "--json")).stdout)
+    found: dict[str, float] = explained["breakdown"]["step"]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kto_pays_for_a_forward_pass_more(name: str, tmp_path: Path) -> None:
+    """Over completions of other prompts, as many as are trained on."""
+    plain = breakdown(write_recipe(CASES[name], tmp_path / "plain", None))
+    kto = breakdown(write_recipe(CASES[name], tmp_path / "kto", {"name": "kto"}))
+    for part in ("forward_seconds", "tensor_forward_seconds"):
+        assert kto[part] == pytest.approx(2 * plain[part]), part
+    for part in ("backward_seconds", "optimizer_seconds"):
+        assert kto[part] == pytest.approx(plain[part]), part
+    added = sum(kto.values()) - sum(plain.values())
+    assert added >= 0.99 * (plain["forward_seconds"] + plain["tensor_forward_seconds"])
