@@ -42,6 +42,7 @@ from shardwright.report.plan_sentences import (
     error_bar_text,
     hpz_text,
     loss_penalty_line,
+    objective_lines,
     other_engine_text,
     rejected_faster_text,
 )
@@ -188,6 +189,16 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
         ),
         ("error", error_bar_text(e.error)),
         ("training", training_length_text(priced.recipe, e.training)),
+        *(
+            ("" if place else "objective", line)
+            for place, line in enumerate(
+                objective_lines(
+                    priced.recipe.training,
+                    e.training.steps,
+                    found.breakdown.step.forward_only_seconds(e.strategy.zero_stage),
+                )
+            )
+        ),
         *goodput_rows(expected_goodput(priced)),
         *recovery_rows(expected_recovery(priced)),
         *islands_rows(priced.recipe, graph, e),
@@ -195,10 +206,7 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
     if last_learning_rate_is_zero(priced.recipe.training):
         rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
     rows.append(("bound by", found.binding))
-    rows += [
-        ("faster but rejected", rejected_faster_text(each))
-        for each in found.rejected_faster_layouts
-    ]
+    rows += [("faster", rejected_faster_text(each)) for each in found.rejected_faster_layouts]
     if found.other_engine is not None:
         rows.append(("engine", other_engine_text(found.other_engine)))
     if priced.plan is not None and priced.has_stale_prediction:

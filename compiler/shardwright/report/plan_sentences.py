@@ -12,6 +12,8 @@ from shardwright.cost.goodput import Goodput, MemoryCopyCost
 from shardwright.cost.prediction_errors import LEAST_RUNS, LEAST_SOURCES, error_benchmark
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
+from shardwright.recipe.objectives import NEXT_TOKEN
+from shardwright.recipe.recipe_types import TrainingFields
 from shardwright.search.accumulation_dtype_choice import LowPrecisionAccumulation
 from shardwright.search.cluster_sizing import (
     ClusterSizing,
@@ -88,6 +90,47 @@ def error_source_text() -> str:
         f"holds 80 % of the regime's published runs, of {error_benchmark().time.runs} of "
         f"{error_benchmark().projects} projects, each predicted from the others (make bench-cost)"
     )
+
+
+def objective_lines(
+    training: TrainingFields, steps: int, scoring_seconds: float | None
+) -> list[str]:
+    """Return what a step's examples are, what is read of another model, and what that costs; empty
+    for next tokens.
+
+    steps: 0 where they are not known yet
+    scoring_seconds: of a forward pass over a step's examples in the training's layout
+    """
+    objective, batch = training.objective, training.global_batch_size
+    traits = objective.traits
+    if objective.name == NEXT_TOKEN:
+        return []
+    if traits.reads_teacher:
+        return [
+            f"{objective.name}: the teacher's tokens are read from {objective.teacher}, which "
+            "`shardwright score` writes before; these figures do not count that"
+        ]
+    examples = "pairs of two sequences" if traits.compares_pairs else "labelled completions"
+    lines = [f"{objective.name}: {batch:,} {examples} a step"]
+    if traits.forward_only_passes:
+        lines[0] += ", after a forward pass over as many of other prompts; the step counts both"
+    if not traits.reads_reference:
+        return lines
+    if objective.reference is not None:
+        lines.append(
+            f"the reference {objective.reference} has a layout of its own, which these figures do "
+            "not count"
+        )
+        return lines
+    text = "the reference is scored over all the data before the first step, in the same layout"
+    if scoring_seconds is not None:
+        each = "pairs" if traits.compares_pairs else "completions"
+        text += f": about {_time(scoring_seconds)} for as many {each} as a step takes"
+        if steps:
+            text += f", {_time(scoring_seconds * steps)} for as many as {steps:,} steps take"
+        text += "; the time of the training does not count that"
+    lines.append(text)
+    return lines
 
 
 def hpz_text(s: Layout) -> str:

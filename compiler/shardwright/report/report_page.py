@@ -19,7 +19,7 @@ from shardwright.compile.compiled_folder import CompiledFolder
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.diloco_costs import IslandsCost, inner_step_seconds, islands_cost
 from shardwright.cost.goodput import goodput
-from shardwright.cost.layout_costs import training_estimate
+from shardwright.cost.layout_costs import break_down, training_estimate
 from shardwright.cost.peak_memory import bytes_with_headroom
 from shardwright.data.dataset import recorded_step_count
 from shardwright.layout.layout import Layout, in_layer_collectives_text
@@ -38,6 +38,7 @@ from shardwright.report.plan_sentences import (
     goodput_lines,
     islands_cost_lines,
     not_calibrated_text,
+    objective_lines,
     recovery_lines,
     rejected_faster_text,
     slowdown_text,
@@ -110,6 +111,13 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         layout=plan.strategy.describe(),
         weights=weights_summary(subject.recipe.model.weights),
         verdict=_verdict(subject),
+        objective_lines=objective_lines(
+            plan.training,
+            training.steps,
+            break_down(subject.layout, subject.estimate).step.forward_only_seconds(
+                plan.strategy.zero_stage
+            ),
+        ),
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
         error=subject.estimate.error,
         error_bar_text=error_bar_text(subject.estimate.error),

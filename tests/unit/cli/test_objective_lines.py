@@ -1,0 +1,64 @@
+"""What `explain` and the report say of an objective: its examples, and what another model costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.recipe.objectives import PLAIN_OBJECTIVE, ObjectiveSection
+from shardwright.recipe.recipe_types import TrainingFields
+from shardwright.report.plan_sentences import objective_lines
+
+DPO = ObjectiveSection(name="dpo", beta=0.1)
+
+
+def lines(objective: ObjectiveSection, steps: int = 100, seconds: float | None = 3.0) -> list[str]:
+    training = TrainingFields(
+        sequence_length=64,
+        global_batch_size=8,
+        steps=100,
+        precision="fp32",
+        gradient_accumulation_dtype=None,
+        gradient_clipping=1.0,
+        seed=1,
+        objective=objective,
+    )
+    return objective_lines(training, steps, seconds)
+
+
+def test_next_tokens_need_no_words() -> None:
+    assert lines(PLAIN_OBJECTIVE) == []
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo", "reward"])
+def test_pairs_without_a_reference(name: str) -> None:
+    assert lines(ObjectiveSection(name=name)) == [f"{name}: 8 pairs of two sequences a step"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_the_reference_is_scored_in_the_trainings_layout(name: str) -> None:
+    first, scored = lines(ObjectiveSection(name=name, beta=0.1))
+    assert first == f"{name}: 8 pairs of two sequences a step"
+    assert "about 3 seconds for as many pairs as a step takes, 5 minutes for as many as" in scored
+    assert "does not count" in scored
+
+
+def test_epochs_do_not_tell_the_steps() -> None:
+    _, scored = lines(DPO, steps=0)
+    assert "3 seconds for as many pairs as a step takes;" in scored
+
+
+def test_kto_runs_forward_once_more() -> None:
+    first, scored = lines(ObjectiveSection(name="kto", beta=0.1))
+    assert "8 labelled completions" in first and "the step counts both" in first
+    assert "for as many completions as a step takes" in scored
+
+
+def test_other_models_are_scored_elsewhere() -> None:
+    _, reference = lines(dataclasses.replace(DPO, reference="/models/other"))
+    assert "/models/other" in reference and "does not count" in reference.replace(
+        "do not", "does not"
+    )
+    (teacher,) = lines(ObjectiveSection(name="distill", teacher="/scores", teacher_weight=1.0))
+    assert "/scores" in teacher and "shardwright score" in teacher
