@@ -19,7 +19,7 @@ from shardwright.models.tiny_config import VOCABULARY
 from shardwright.verify import tiny_copy
 from shardwright.verify.layout_verification import Comparison
 from shardwright.verify.tiny_copy import ODD_VOCABULARY, tiny_config, tiny_strategy
-from tests.parity.harness import shardwright
+from tests.parity.harness import must, shardwright
 from tests.verify.cases import (
     ADAPTED,
     FAMILIES,
@@ -34,6 +34,7 @@ from tests.verify.cases import (
     recipe,
 )
 
+ROOT = Path(__file__).parents[2]
 Record = Callable[[str, str, dict[str, Any]], None]
 CHECKS = [
     "losses",
@@ -193,15 +194,20 @@ def test_another_model_is_the_reference(tmp_path: Path) -> None:
 @pytest.mark.prove
 @pytest.mark.launch
 def test_a_compiled_folder_is_verified_in_its_layout(tmp_path: Path) -> None:
-    (tmp_path / "recipe.json").write_text(json.dumps(by_objective("dpo")))
-    done = shardwright("compile", tmp_path / "recipe.json", "-o", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    done = shardwright("verify", tmp_path / "out", "--json", timeout=900)
-    assert done.returncode == 0, done.stderr
+    """Which another search may not choose: it has pipeline ranks, and the recipe lets them open."""
+    must(shardwright("compile", ROOT / "recipes/tiny-dpo-cpu.yaml", "-o", tmp_path / "out"))
+    resolved = tmp_path / "out" / "recipe.resolved.json"
+    opened = json.loads(resolved.read_text())
+    opened["parallelism"] |= {
+        "tensor": "auto",
+        "pipeline": "auto",
+        "data": 2,
+        "micro_batch_size": 1,
+    }
+    resolved.write_text(json.dumps(opened))
+    done = must(shardwright("verify", tmp_path / "out", "--json", timeout=900))
     found = json.loads(done.stdout)
-    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
-    assert found["same"] and f"pipeline={plan['strategy']['pipeline']}" in found["layout"]
-    assert f"micro_batch_size={plan['strategy']['micro_batch_size']}" in found["layout"]
+    assert found["same"] and "pipeline=2 data=1" in found["layout"]
 
 
 def _figures(source: str, found: dict[str, Any]) -> dict[str, Any]:
