@@ -166,13 +166,13 @@ def test_other_scores_are_no_reference(changes: dict[str, int], named: str, tmp_
 
 SMALL_BLOCKS = """
 import time
-from shardwright.train import reference_scores
-reference_scores.BLOCK_TOKENS = 512
-_check_finite = reference_scores._check_finite
+from shardwright.train import score_blocks
+score_blocks.BLOCK_VALUES = 512
+_pack_block = score_blocks.pack_block
 def _slowed(*arguments):
     time.sleep(0.3)
-    _check_finite(*arguments)
-reference_scores._check_finite = _slowed
+    return _pack_block(*arguments)
+score_blocks.pack_block = _slowed
 """
 """Before the compiled folder's own script: many blocks, which take their time."""
 
@@ -185,16 +185,24 @@ def test_a_preference_run_killed_while_it_scores_loses_nothing(tmp_path: Path) -
         script = tmp_path / name / "train.py"
         script.write_text(SMALL_BLOCKS + script.read_text())
     must(shardwright("run", tmp_path / "whole"))
-    whole = sorted((tmp_path / "whole").glob("run/reference/*/*.npy"))
+    whole = sorted((tmp_path / "whole").glob("run/reference/*/*.safetensors"))
     out = tmp_path / "killed"
     process = start("run", out)
-    wait_for(lambda: len(list(out.glob("run/reference/*/train-*.npy"))) > 1, process)
+    wait_for(lambda: len(list(out.glob("run/reference/*/train-*.safetensors"))) > 1, process)
     kill_all(process)
-    kept = {p.name: p.stat().st_mtime_ns for p in out.glob("run/reference/*/train-*.npy")}
+    blocks = out.glob("run/reference/*/train-*.safetensors")
+    kept = {p.name: p.stat().st_mtime_ns for p in blocks}
     assert 1 < len(kept) < len(whole)
     must(shardwright("run", out))
-    found = sorted(out.glob("run/reference/*/*.npy"))
+    found = sorted(out.glob("run/reference/*/*.safetensors"))
     assert [p.relative_to(out) for p in found] == [p.relative_to(tmp_path / "whole") for p in whole]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(found, whole, strict=True))
     assert {p.name: p.stat().st_mtime_ns for p in found if p.name in kept} == kept
-    assert [m["loss"] for m in metrics(out)] == [m["loss"] for m in metrics(tmp_path / "whole")]
+    losses = [m["loss"] for m in metrics(tmp_path / "whole")]
+    assert [m["loss"] for m in metrics(out)] == losses
+    # The run's own score file is the reference of another run.
+    path = preference_recipe(tmp_path, "again", reference=str(found[0].parent))
+    must(shardwright("compile", path, "-o", tmp_path / "again"))
+    must(shardwright("run", tmp_path / "again"))
+    assert not (tmp_path / "again" / "run" / "reference").exists()
+    assert [m["loss"] for m in metrics(tmp_path / "again")] == losses

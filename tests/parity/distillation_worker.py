@@ -16,7 +16,6 @@ from shardwright.data.score_digests import score_digests
 from shardwright.data.score_files import (
     FORMAT,
     TRAIN,
-    Block,
     PartManifest,
     ScoreManifest,
     pack_block,
@@ -55,15 +54,8 @@ def write_teacher(plan: Plan, folder: Path, every: SequenceBatch, top: TopTokens
         columns = [np.zeros((stop - start, length, 2)), ids[here], values[here]]
         packed = pack_block(is_label, np.concatenate(columns, axis=-1).astype(np.float32), k)
         name = f"train-{start:05d}.safetensors"
-        block = Block(
-            file=name,
-            start=start,
-            stop=stop,
-            tokens=len(packed["places"]),
-            sha256=write_block(place / name, packed),
-        )
-        blocks.append((block, packed))
-    parts = {TRAIN: part_manifest(blocks, count)}
+        blocks.append(write_block(place / name, start, packed))
+    parts = {TRAIN: part_manifest(blocks)}
     write_manifest(place, manifest(k, parts, score_digests(plan, folder)))
 
 

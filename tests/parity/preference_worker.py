@@ -17,7 +17,8 @@ from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.data.sequences import ScoredSequences
-from shardwright.train.reference_scores import ReferenceScores
+from shardwright.train.reference_scores import with_reference
+from shardwright.train.score_blocks import ScoreBlocks
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from tests.parity.cases_worker import main
 from tests.parity.engine_groups import compile_folder, from_rank_0
@@ -47,10 +48,10 @@ class Run(ObjectiveRun):
         self.data = open_dataset(plan, folder)
         super().__init__(plan, folder)
         if plan.training.objective.traits.reads_reference:
-            reference = ReferenceScores(plan, folder, self.data, {})
-            assert reference.are_missing
-            reference.compute(self.trainer, self.at)
-            self.data = reference.with_scores()
+            scores = ScoreBlocks(plan, folder, self.data, folder / "run" / "reference")
+            assert scores.are_missing
+            assert list(scores.compute(self.trainer))
+            self.data = with_reference(self.data, scores.finish)
 
 
 def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:

@@ -117,10 +117,11 @@ def vocabulary_digest(folder: Path) -> str | None:
 
 
 def _weights_digest(plan: Plan, folder: str | None) -> object:
-    """Digest a folder's weights, or those that a plan draws by its seed."""
+    """Digest a folder's weights and configuration, or those that a plan draws by its seed."""
     if folder is None:
         return [plan.model.config_hash, plan.training.seed]
-    files = [path for name in ("*.safetensors", "*.bin") for path in Path(folder).glob(name)]
+    names = ("*.safetensors", "*.bin", "config.json")
+    files = [path for name in names for path in Path(folder).glob(name)]
     return files_digest(sorted(files), blocks=64)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from shardwright.data.sequences import Indices, SequenceBatch, SequenceDataset
 from shardwright.diagnostics import refusal
 from shardwright.utils.file_io import write_atomically
 
-FORMAT, MANIFEST = 1, "manifest.json"
+FORMAT, MANIFEST = 2, "manifest.json"
 TRAIN, VALIDATION = "train", "validation"
 
 _DTYPES = {"I32": np.int32, "I64": np.int64, "F32": np.float32}
@@ -52,12 +52,18 @@ class TopScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Describe a block of sequences [start, stop). sha256: of its tensors' bytes."""
+    """Describe a block of sequences [start, stop).
+
+    tokens: labels.
+    log_probability: the sum of its labels'.
+    sha256: of its tensors' bytes.
+    """
 
     file: str
     start: int
     stop: int
     tokens: int
+    log_probability: float
     sha256: str
 
 
@@ -106,9 +112,12 @@ DIGESTS = {
 """Name what each digest is of."""
 
 
-def write_block(path: Path, arrays: Arrays) -> str:
-    """Write a safetensors file whole or not at all. Return the checksum of its tensors' bytes,
-    which its metadata has too."""
+def write_block(path: Path, start: int, arrays: Arrays) -> Block:
+    """Write a safetensors file whole or not at all. Its metadata has the checksum of its tensors'
+    bytes.
+
+    start: the first sequence's number
+    """
     header: dict[str, object] = {}
     at, total, parts = 0, hashlib.sha256(), []
     for name, array in arrays.items():
@@ -130,7 +139,20 @@ def write_block(path: Path, arrays: Arrays) -> str:
         for data in parts:
             file.write(data)
     os.replace(temporary, path)
-    return total.hexdigest()
+    return describe_block(path.name, start, arrays, total.hexdigest())
+
+
+def describe_block(file: str, start: int, arrays: Arrays, sha256: str) -> Block:
+    """Describe a block whose first sequence is number `start`."""
+    own = arrays["label_log_probabilities"]
+    return Block(
+        file=file,
+        start=start,
+        stop=start + len(arrays["offsets"]) - 1,
+        tokens=len(own),
+        log_probability=float(own.astype(np.float64).sum()),
+        sha256=sha256,
+    )
 
 
 def read_block(path: Path) -> tuple[dict[str, npt.NDArray[np.generic]], str] | None:
@@ -268,9 +290,10 @@ class PartScores:
         """Return each sequence's log-probability, in fp64."""
         found = np.zeros(len(self))
         for number, block in enumerate(self._part.blocks):
-            arrays = self._arrays(number)
-            owners = np.repeat(np.arange(block.start, block.stop), np.diff(arrays["offsets"]))
-            np.add.at(found, owners, arrays["label_log_probabilities"].astype(np.float64))
+            arrays, count = self._arrays(number), block.stop - block.start
+            owners = np.repeat(np.arange(count), np.diff(arrays["offsets"]))
+            own = arrays["label_log_probabilities"].astype(np.float64)
+            found[block.start : block.stop] = np.bincount(owners, own, count)
         return found
 
     def label_log_probabilities(self, sequences: Indices) -> npt.NDArray[np.float32]:
@@ -324,16 +347,13 @@ class PartScores:
         return found[0]
 
 
-def part_manifest(blocks: Iterable[tuple[Block, Arrays]], sequences: int) -> PartManifest:
+def part_manifest(blocks: Sequence[Block]) -> PartManifest:
     """Sum up the blocks of a part."""
-    total, tokens, own = 0.0, 0, []
-    for block, arrays in blocks:
-        total -= float(arrays["label_log_probabilities"].astype(np.float64).sum())
-        tokens += block.tokens
-        own.append(block)
+    tokens = sum(block.tokens for block in blocks)
+    total = sum(block.log_probability for block in blocks)
     return PartManifest(
-        sequences=sequences,
+        sequences=blocks[-1].stop if blocks else 0,
         tokens=tokens,
-        loss=total / tokens if tokens else math.nan,
-        blocks=tuple(own),
+        loss=-total / tokens if tokens else math.nan,
+        blocks=tuple(blocks),
     )

@@ -567,8 +567,6 @@ RUN_CODES: dict[str, str] = {
     "SW6256": "a rank adapts other modules than planned",
     "SW6257": "two parameters of a rank would be saved by one name",
     "SW6259": "a rank holds, trains or freezes other parameters than planned",
-    "SW6264": "a reference whose log-probabilities are not finite",
-    "SW6265": "scores of a reference that cannot be read back",
     "SW6270": "a folder that is no score file, or a damaged one",
     "SW6271": "scores of other weights, tokenizer, chat template, data or settings",
     "SW6272": "a score file that cannot be written at its place",

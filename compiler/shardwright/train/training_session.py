@@ -56,7 +56,7 @@ from shardwright.train.host_consistency import (
     check_world,
 )
 from shardwright.train.noise_scale_meter import NoiseScaleMeasurement, build_noise_scale_meter
-from shardwright.train.reference_scores import ReferenceScores, with_scores_of_file
+from shardwright.train.reference_scores import open_reference, with_reference
 from shardwright.train.run_attempt import (
     RANKS,
     Attempt,
@@ -64,6 +64,7 @@ from shardwright.train.run_attempt import (
     lease_lost,
     new_run_lease,
 )
+from shardwright.train.score_blocks import ScoreBlocks
 from shardwright.train.secret_environment import (
     load_secret_environment,
     remove_secret_environment_file,
@@ -201,15 +202,14 @@ class Session:
         self._lease, resume = lease, attempt.resume
         self._skipped_steps = frozenset(attempt.skipped_steps)
         image_processor = build_image_processor(self.plan, folder, rank)
-        reference = None
-        if self.plan.training.objective.traits.reads_reference:
-            if self.plan.training.objective.reference is None:
-                reference = ReferenceScores(self.plan, folder, data, digests)
-            else:
-                data = with_scores_of_file(self.plan, folder, data)
-        elif self.plan.training.objective.traits.reads_teacher:
+        objective, own_scores = self.plan.training.objective, None
+        if objective.traits.reads_reference and objective.reference is None:
+            own_scores = ScoreBlocks(self.plan, folder, data, folder / "run" / "reference")
+        elif objective.traits.reads_reference:
+            data = with_reference(data, lambda: open_reference(self.plan, folder))
+        elif objective.traits.reads_teacher:
             data = with_teacher(self.plan, folder, data)
-        scores_missing = reference is not None and reference.are_missing
+        scores_missing = own_scores is not None and own_scores.are_missing
         self._copies: MemoryCopies | None = None
         copy: MemoryCopy | None = None
         if self.plan.checkpoint.in_memory:
@@ -225,10 +225,10 @@ class Session:
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", rank_record(held, rank))
         check_parameters(self.plan, rank, held, self._trainer.transposed)
         self.data_rank = self.plan.ranks[rank].data
-        if reference is not None:
-            if reference.are_missing:
-                reference.compute(self._trainer, self.data_rank)
-            data = reference.with_scores()
+        if own_scores is not None:
+            for _ in own_scores.compute(self._trainer):
+                pass
+            data = with_reference(data, own_scores.finish)
         self._batches = TrainingBatches(self.plan, data, image_processor)
         seed_dropout(self.plan, rank)
         if self._copies is not None and copy is not None:

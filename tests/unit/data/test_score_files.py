@@ -15,7 +15,6 @@ from shardwright.data.score_files import (
     FORMAT,
     MANIFEST,
     TRAIN,
-    Block,
     ScoreFile,
     ScoreManifest,
     is_score_file,
@@ -49,19 +48,14 @@ def written(folder: Path, top: int) -> tuple[np.ndarray, np.ndarray]:
     for start in range(0, SEQUENCES, OF_A_BLOCK):
         own = slice(start, start + OF_A_BLOCK)
         arrays = pack_block(is_label[own], values[own], top)
-        path = folder / f"train-{start:05d}.safetensors"
-        checksum = write_block(path, arrays)
-        stop = min(start + OF_A_BLOCK, SEQUENCES)
-        tokens = int(is_label[own].sum())
-        block = Block(file=path.name, start=start, stop=stop, tokens=tokens, sha256=checksum)
-        blocks.append((block, arrays))
+        blocks.append(write_block(folder / f"train-{start:05d}.safetensors", start, arrays))
     manifest = ScoreManifest(
         format=FORMAT,
         digests=DIGESTS,
         top=top,
         sequence_length=LENGTH,
         sequences_per_example=1,
-        parts={TRAIN: part_manifest(blocks, SEQUENCES)},
+        parts={TRAIN: part_manifest(blocks)},
     )
     write_manifest(folder, manifest)
     return is_label, values
@@ -95,7 +89,7 @@ def test_scores_are_read_by_sequence(top: int, tmp_path: Path) -> None:
 
 def test_a_block_is_a_safetensors_file(tmp_path: Path) -> None:
     arrays = pack_block(*labels_and_values(TOP), TOP)
-    write_block(tmp_path / "block", arrays)
+    write_block(tmp_path / "block", 0, arrays)
     found = load_file(tmp_path / "block")
     assert found.keys() == arrays.keys()
     assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
@@ -118,7 +112,9 @@ def test_a_damaged_block_is_refused(tmp_path: Path) -> None:
 
 def test_another_block_of_the_same_name_is_refused(tmp_path: Path) -> None:
     is_label, values = written(tmp_path, 0)
-    write_block(tmp_path / "train-00000.safetensors", pack_block(is_label[:4], values[:4] * 2, 0))
+    write_block(
+        tmp_path / "train-00000.safetensors", 0, pack_block(is_label[:4], values[:4] * 2, 0)
+    )
     with pytest.raises(Refusal, match="SW6270"):
         ScoreFile(tmp_path).part(TRAIN).sums()
 

@@ -1,5 +1,5 @@
-"""Scores of the reference: computed block by block, found again, and never those of anything
-else."""
+"""Blocks of scores are computed one by one, found again, and never those of anything else; a
+preference run reads its reference from them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import distributed
 
+from shardwright.data import score_digests
 from shardwright.data.dataset import Dataset
 from shardwright.data.sequences import ArraySequences, EpochSampler, GroupedSequences
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.objectives import ObjectiveSection
-from shardwright.train import reference_scores
-from shardwright.train.reference_scores import ReferenceScores
+from shardwright.train import score_blocks
+from shardwright.train.reference_scores import with_reference
+from shardwright.train.score_blocks import ScoreBlocks
 from tests.unit.data.data_plans import part, plan
 
 PAIRS, HELD_OUT, LENGTH = 11, 3, 4
@@ -38,7 +40,7 @@ class Trainer:
     calls: int = 0
     value: float = 1.0
 
-    def token_scores(self, rows: Any) -> torch.Tensor:
+    def token_scores(self, rows: Any, top: int) -> torch.Tensor:
         if self.calls == self.killed_at:
             raise Killed
         self.calls += 1
@@ -46,15 +48,15 @@ class Trainer:
         for numbers, batch in zip(rows.numbers, rows, strict=True):
             for row, number in enumerate(np.repeat(numbers, 2)):
                 if number >= 0:
-                    found[2 * number + row % 2] = batch.input_ids[row] * self.value
+                    found[2 * number + row % 2, 1:] = batch.input_ids[row, 1:] * self.value
         return found
 
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOCAL_RANK", "0")
     # Four pairs a block.
-    monkeypatch.setattr(reference_scores, "BLOCK_TOKENS", 4 * 2 * LENGTH)
+    monkeypatch.setattr(score_blocks, "BLOCK_VALUES", 4 * 2 * LENGTH)
+    monkeypatch.setattr(score_digests, "_data_digest", lambda *_: "digest")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -77,6 +79,7 @@ def planned(**training: Any) -> Any:
         training=replace(made.training, objective=objective, **training),
         strategy=strategy,
         model=model,
+        ranks=[SimpleNamespace(data=0)],
         low_precision=None,
     )
 
@@ -91,20 +94,21 @@ def dataset() -> Dataset:
 
 
 def scored(folder: Path, trainer: Trainer, made: Any = None) -> Dataset:
-    found = ReferenceScores(made or planned(), folder, dataset(), {"pairs.jsonl": "digest"})
-    if found.are_missing:
-        found.compute(trainer, 0)  # type: ignore[arg-type]
-    return found.with_scores()
+    data = dataset()
+    blocks = ScoreBlocks(made or planned(), folder, data, folder / "run" / "reference")
+    computed = list(blocks.compute(trainer))  # type: ignore[arg-type]
+    assert blocks.are_missing == bool(computed)
+    return with_reference(data, blocks.finish)
 
 
 def check(data: Dataset) -> None:
-    """Each pair's scores are the sums of its rows' ids."""
+    """Each pair's scores are the sums of its labels' ids."""
     for rows in (data.train, data.validation):
         assert rows is not None
         indices = np.random.default_rng(3).permutation(len(rows))
         block = rows.read(indices)
         assert block.reference is not None
-        assert block.reference.tolist() == block.tokens.sum(axis=1).tolist()
+        assert block.reference.tolist() == block.tokens[:, 1:].sum(axis=1).tolist()
 
 
 def test_scores_go_with_their_pairs(tmp_path: Path) -> None:
@@ -127,24 +131,35 @@ def test_an_interruption_loses_one_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [b"", b"half of a file"])
 def test_a_damaged_file_is_computed_again(left: bytes, tmp_path: Path) -> None:
     scored(tmp_path, Trainer())
-    damaged = sorted(tmp_path.glob("run/reference/*/train-*.npy"))[1]
+    damaged = sorted(tmp_path.glob("run/reference/*/train-*.safetensors"))[1]
     damaged.write_bytes(left)
     rest = Trainer()
     check(scored(tmp_path, rest))
     assert rest.calls == 1
 
 
-def test_scores_of_other_weights_or_lengths_are_not_read(tmp_path: Path) -> None:
+def test_scores_of_other_weights_data_or_lengths_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scored(tmp_path, Trainer())
+    with monkeypatch.context() as other_data:
+        other_data.setattr(score_digests, "_data_digest", lambda *_: "another")
+        other = Trainer()
+        scored(tmp_path, other)
+        assert other.calls == 4
     for changed in (planned(seed=8), planned(precision="bf16")):
         other = Trainer()
         scored(tmp_path, other, changed)
         assert other.calls == 4
     changed = planned()
     changed.model = SimpleNamespace(config_hash="c", weights_path=str(tmp_path / "weights"))
-    for content in (b"one", b"two"):
-        (tmp_path / "weights").mkdir(exist_ok=True)
-        (tmp_path / "weights" / "model.safetensors").write_bytes(content)
+    (tmp_path / "weights").mkdir()
+    for name, content in (
+        ("model.safetensors", b"one"),
+        ("model.safetensors", b"two"),
+        ("config.json", b"{}"),
+    ):
+        (tmp_path / "weights" / name).write_bytes(content)
         other = Trainer()
         scored(tmp_path, other, changed)
         assert other.calls == 4, content
@@ -154,5 +169,5 @@ def test_a_score_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         scored(tmp_path, Trainer(value=math.inf))
     [diagnostic] = refused.value.diagnostics
-    assert diagnostic.code == "SW6264" and "number 1 of train" in diagnostic.message
-    assert not list(tmp_path.glob("run/reference/*/*.npy"))
+    assert diagnostic.code == "SW6273" and "example 1 of train" in diagnostic.message
+    assert not list(tmp_path.glob("run/reference/*/*.safetensors"))
