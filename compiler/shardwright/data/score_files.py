@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,16 +23,19 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.sequences import Indices, SequenceBatch, SequenceDataset
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.utils.file_io import write_atomically
 
-FORMAT, MANIFEST = 2, "manifest.json"
+FORMAT, MANIFEST = 3, "manifest.json"
 TRAIN, VALIDATION = "train", "validation"
 
 _DTYPES = {"I32": np.int32, "I64": np.int64, "F32": np.float32}
 _NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+OPEN_BLOCKS = 1024
+"""Blocks that a rank maps at once: Linux allows a process 65,530 maps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,9 @@ class ScoreManifest:
     parts: Mapping[str, PartManifest]
 
 
+COLUMNS = ("places", "label_log_probabilities", "normalizers", "ids", "log_probabilities")
+"""Name the arrays of a block that have a row for each label, in the order of its checksums."""
+
 DIGESTS = {
     "weights": "the model's weights",
     "tokenizer": "the tokenizer",
@@ -155,9 +164,9 @@ def describe_block(file: str, start: int, arrays: Arrays, sha256: str) -> Block:
     )
 
 
-def read_block(path: Path) -> tuple[dict[str, npt.NDArray[np.generic]], str] | None:
-    """Map a block's arrays; None where it is absent or not what was written. Returns its checksum
-    too."""
+def map_block(path: Path) -> tuple[Arrays, str] | None:
+    """Map a block's arrays, and read the checksum that its metadata has; None where it is absent or
+    has another size. Reads its header alone."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -166,7 +175,7 @@ def read_block(path: Path) -> tuple[dict[str, npt.NDArray[np.generic]], str] | N
             header = json.loads(file.read(length))
         data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length)
         told = str(header.pop("__metadata__")["sha256"])
-        if hashlib.sha256(data.data).hexdigest() != told:
+        if len(data) != max(entry["data_offsets"][1] for entry in header.values()):
             return None
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         for name, entry in header.items():
@@ -174,12 +183,32 @@ def read_block(path: Path) -> tuple[dict[str, npt.NDArray[np.generic]], str] | N
             arrays[name] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return arrays, told
+    return (arrays, told) if {"offsets", "checksums"} <= arrays.keys() else None
+
+
+def read_block(path: Path) -> tuple[Arrays, str] | None:
+    """Map a block's arrays; None where it is absent or not what was written. Reads all of it."""
+    found = map_block(path)
+    if found is None:
+        return None
+    total = hashlib.sha256()
+    for array in found[0].values():
+        total.update(array.data)
+    return found if total.hexdigest() == found[1] else None
+
+
+def _sequence_checksum(arrays: Arrays, own: slice) -> int:
+    """Return the CRC-32 of what a sequence's labels have."""
+    total = 0
+    for name in COLUMNS:
+        if name in arrays:
+            total = zlib.crc32(arrays[name][own].data, total)
+    return total
 
 
 def pack_block(
     is_label: npt.NDArray[np.bool_], values: npt.NDArray[np.float32], top: int
-) -> dict[str, npt.NDArray[np.generic]]:
+) -> Arrays:
     """Return a block's arrays: what its labels have, sequence by sequence.
 
     values: (B, S) log-probabilities; with `top` (B, S, 2 + 2 K): log-probability, normalizer, ids
@@ -198,6 +227,12 @@ def pack_block(
             "ids": own[:, 2 : 2 + top].astype(np.int32),
             "log_probabilities": own[:, 2 + top :],
         }
+    found = {name: np.ascontiguousarray(array) for name, array in found.items()}
+    offsets = found["offsets"].tolist()
+    found["checksums"] = np.array(
+        [_sequence_checksum(found, slice(*both)) for both in itertools.pairwise(offsets)],
+        dtype=np.int64,
+    )
     return found
 
 
@@ -255,6 +290,15 @@ class ScoreFile:
                 "Score this recipe's data again: `shardwright score RECIPE -o FILE`.",
             )
 
+    def check_blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield (blocks checked, all blocks): each is there, has its size, and is the one that the
+        manifest names. Reads headers alone. Raises SW6270."""
+        blocks = [b for part in self.manifest.parts.values() for b in part.blocks]
+        with ThreadPoolExecutor(16) as pool:  # for the latency of network file systems
+            opened = pool.map(lambda block: _open_block(self.path, block, map_block), blocks)
+            for number, _ in enumerate(opened, 1):
+                yield number, len(blocks)
+
     def part(self, name: str) -> PartScores:
         """Return the scores of TRAIN or VALIDATION."""
         return PartScores(self.path, self.manifest, self.manifest.parts[name])
@@ -276,12 +320,13 @@ class TaughtSequences:
 
 
 class PartScores:
-    """Read the scores of sequences by their indices. Blocks are mapped, and checked once."""
+    """Read the scores of sequences by their indices. Blocks are mapped. Raises SW6270 where what is
+    read is damaged: of a sequence its own bytes are checked, at each read."""
 
     def __init__(self, path: Path, manifest: ScoreManifest, part: PartManifest) -> None:
         self._path, self._manifest, self._part = path, manifest, part
         self._starts = np.array([block.start for block in part.blocks], dtype=np.int64)
-        self._arrays = functools.cache(self._read)
+        self._arrays = functools.lru_cache(OPEN_BLOCKS)(self._map)
 
     def __len__(self) -> int:
         return self._part.sequences
@@ -289,8 +334,8 @@ class PartScores:
     def sums(self) -> npt.NDArray[np.float64]:
         """Return each sequence's log-probability, in fp64."""
         found = np.zeros(len(self))
-        for number, block in enumerate(self._part.blocks):
-            arrays, count = self._arrays(number), block.stop - block.start
+        for block in self._part.blocks:
+            arrays, count = _open_block(self._path, block, read_block), block.stop - block.start
             owners = np.repeat(np.arange(count), np.diff(arrays["offsets"]))
             own = arrays["label_log_probabilities"].astype(np.float64)
             found[block.start : block.stop] = np.bincount(owners, own, count)
@@ -330,21 +375,33 @@ class PartScores:
     def _find(self, sequence: int) -> tuple[Arrays, slice]:
         """Return the block of a sequence, and the sequence's labels in it."""
         number = int(np.searchsorted(self._starts, sequence, side="right")) - 1
-        arrays, at = self._arrays(number), sequence - self._part.blocks[number].start
-        first, last = arrays["offsets"][at : at + 2].tolist()
-        return arrays, slice(first, last)
-
-    def _read(self, number: int) -> Arrays:
         block = self._part.blocks[number]
-        found = read_block(self._path / block.file)
-        if found is None or found[1] != block.sha256:
-            raise refusal(
-                "SW6270",
-                f"{str(self._path / block.file)!r} is missing or damaged: its checksum is not the "
-                "manifest's",
-                "Copy the score file again, or delete it and score again.",
-            )
-        return found[0]
+        arrays, at = self._arrays(number), sequence - block.start
+        own = slice(*arrays["offsets"][at : at + 2].tolist())
+        if _sequence_checksum(arrays, own) != arrays["checksums"][at]:
+            raise _damaged(self._path / block.file, f"at sequence {sequence}")
+        return arrays, own
+
+    def _map(self, number: int) -> Arrays:
+        return _open_block(self._path, self._part.blocks[number], map_block)
+
+
+def _open_block(
+    folder: Path, block: Block, reader: Callable[[Path], tuple[Arrays, str] | None]
+) -> Arrays:
+    """Return a block's arrays. Raises SW6270 where the reader finds another block or none."""
+    found = reader(folder / block.file)
+    if found is None or found[1] != block.sha256:
+        raise _damaged(folder / block.file, "or missing")
+    return found[0]
+
+
+def _damaged(path: Path, place: str) -> Refusal:
+    return refusal(
+        "SW6270",
+        f"{str(path)!r} is damaged {place}: its checksum is not the one that was written",
+        "Copy the score file again, or delete it and score again.",
+    )
 
 
 def part_manifest(blocks: Sequence[Block]) -> PartManifest:

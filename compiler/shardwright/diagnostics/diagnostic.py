@@ -104,6 +104,10 @@ class Refusal(Exception):
         self.diagnostics: tuple[Diagnostic, ...] = diagnostics
         self.source = source
 
+    def __reduce__(self) -> tuple[type[Refusal], tuple[Diagnostic, ...]]:
+        """Pickle the findings: a rank sends them to the others."""
+        return type(self), self.diagnostics
+
 
 def refusal(
     code: str, message: str, help: str, key: KeyPath | None = None, valid: Iterable[str] = ()

@@ -10,7 +10,9 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from shardwright.checkpoint.checkpoint_manifest import checksum
 from shardwright.data.dataset import data_fingerprints
@@ -18,6 +20,8 @@ from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import engine_of
 from shardwright.plan.folder_paths import MODEL_DIRECTORY, PLAN_FILE
 from shardwright.plan.plan import Plan
+
+_Made = TypeVar("_Made")
 
 ABSENT = "absent"
 Digests = Mapping[str, str]
@@ -68,6 +72,24 @@ def check_same_data_on_hosts(plan: Plan, folder: Path) -> Digests:
     if diagnostic := host_difference(gathered, help_text):
         raise Refusal(diagnostic)
     return gathered[0][1]
+
+
+def check_on_hosts(check: Callable[[], None]) -> None:
+    """Run a check on the first rank of each host. Raises the first host's Refusal on every rank.
+    Collective."""
+
+    def refused() -> Refusal | None:
+        try:
+            check()
+        except Refusal as problem:
+            return problem
+        return None
+
+    for host, problem in _gather(refused):
+        if problem is not None:
+            raise Refusal(
+                *(replace(d, message=f"host {host}: {d.message}") for d in problem.diagnostics)
+            )
 
 
 def host_difference(gathered: Sequence[tuple[str, Digests]], help_text: str) -> Diagnostic | None:
@@ -130,14 +152,13 @@ def _digest(path: Path) -> str:
         return ABSENT
 
 
-def _gather(digests: Callable[[], Digests]) -> list[tuple[str, Digests]]:
-    """Return (host, its digests), in the order of the ranks; the first rank of a host makes
-    them."""
+def _gather(make: Callable[[], _Made]) -> list[tuple[str, _Made]]:
+    """Return (host, what its first rank makes), in the order of the ranks."""
     from torch import distributed
 
-    every: list[tuple[str, Digests] | None] = [None] * distributed.get_world_size()
+    every: list[tuple[str, _Made] | None] = [None] * distributed.get_world_size()
     is_first_of_host = int(os.environ["LOCAL_RANK"]) == 0
     distributed.all_gather_object(
-        every, (socket.gethostname(), digests()) if is_first_of_host else None
+        every, (socket.gethostname(), make()) if is_first_of_host else None
     )
     return [one for one in every if one is not None]

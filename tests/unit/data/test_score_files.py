@@ -99,15 +99,50 @@ def test_a_damaged_block_is_refused(tmp_path: Path) -> None:
     written(tmp_path, TOP)
     path = tmp_path / "train-00000.safetensors"
     content = bytearray(path.read_bytes())
-    content[-3] ^= 1
+    content[-3] ^= 1  # of the last sequence's checksum
     path.write_bytes(content)
     assert read_block(path) is None
+    part = ScoreFile(tmp_path).part(TRAIN)
     with pytest.raises(Refusal, match=r"SW6270.*train-00000"):
-        ScoreFile(tmp_path).part(TRAIN).top(np.array([0]))
-    # Of the other block nothing is damaged.
-    ScoreFile(tmp_path).part(TRAIN).top(np.array([OF_A_BLOCK]))
-    path.write_bytes(content[:40])
-    assert read_block(path) is None
+        part.sums()
+    with pytest.raises(Refusal, match=rf"SW6270.*train-00000.* at sequence {OF_A_BLOCK - 1}:"):
+        part.top(np.array([OF_A_BLOCK - 1]))
+    # Of the other sequences nothing is damaged.
+    part.top(np.array([0, OF_A_BLOCK]))
+
+
+def test_each_damaged_byte_is_found(tmp_path: Path) -> None:
+    written(tmp_path, TOP)
+    path, every = tmp_path / "train-00000.safetensors", np.arange(OF_A_BLOCK)
+    content = path.read_bytes()
+    intact = ScoreFile(tmp_path).part(TRAIN).top(every)
+    found = 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        try:
+            read = ScoreFile(tmp_path).part(TRAIN).top(every)
+        except Refusal as refused:
+            found += refused.diagnostics[0].code == "SW6270"
+        else:
+            assert np.array_equal(read.ids, intact.ids)
+            assert np.array_equal(read.log_probabilities, intact.log_probabilities)
+            assert np.array_equal(read.normalizers, intact.normalizers)
+    assert found > 0.9 * len(content)
+
+
+def test_headers_tell_missing_and_other_blocks(tmp_path: Path) -> None:
+    written(tmp_path, TOP)
+    path = tmp_path / "train-00000.safetensors"
+    content = path.read_bytes()
+    assert list(ScoreFile(tmp_path).check_blocks()) == [(1, 2), (2, 2)]
+    other = (tmp_path / "train-00004.safetensors").read_bytes()
+    for damaged in (b"", content[:40], content[:-1], content + b"0", other):
+        path.write_bytes(damaged)
+        with pytest.raises(Refusal, match=r"SW6270.*train-00000"):
+            list(ScoreFile(tmp_path).check_blocks())
+    path.unlink()
+    with pytest.raises(Refusal, match=r"SW6270.*train-00000"):
+        list(ScoreFile(tmp_path).check_blocks())
 
 
 def test_another_block_of_the_same_name_is_refused(tmp_path: Path) -> None:
