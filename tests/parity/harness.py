@@ -303,7 +303,7 @@ def train_in_one_process(
     )
 
 
-def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
+def with_adapters(model: torch.nn.Module, case: Case, task: str = "CAUSAL_LM") -> torch.nn.Module:
     """As a plain peft run has it: every linear of the decoder layers. Of a mixture of experts,
     whose dense and shared layers peft leaves out, by forward hooks."""
     from peft import LoraConfig, get_peft_model
@@ -321,7 +321,7 @@ def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
         lora_dropout=case.lora_dropout,
         target_modules="all-linear",
         fan_in_fan_out=turned,
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
     adapted: torch.nn.Module = get_peft_model(model, config)
     return adapted

@@ -249,7 +249,7 @@ def plain_run(case: PreferenceCase) -> PlainRun:
         add_balance(model, case.balance)
     base = copy.deepcopy(model)
     if case.lora_rank:
-        model = with_adapters(model, case)
+        model = with_adapters(model, case, "SEQ_CLS" if case.is_reward else "CAUSAL_LM")
     pairs = rows(case)
     scores = torch.zeros(0, 2)
     if not case.is_reward:

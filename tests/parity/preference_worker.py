@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from deepspeed import comm as dist
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
@@ -82,12 +83,18 @@ def exported_difference(case: PreferenceCase, run: Run, folder: Path, wanted: Pl
 
     def exported() -> float:
         step = folder / run.plan.checkpoint.directory / f"step-{STEPS:08d}"
-        export_checkpoint(step, folder / "hf")
-        model = AutoModelForSequenceClassification.from_pretrained(folder / "hf")
+        export_checkpoint(step, folder / "hf", merge=bool(case.lora_rank))
+        models = [AutoModelForSequenceClassification.from_pretrained(folder / "hf")]
+        if case.lora_rank and case.pretrained:
+            export_checkpoint(step, folder / "adapters")
+            base = AutoModelForSequenceClassification.from_pretrained(
+                folder / "weights", num_labels=1, pad_token_id=0
+            )
+            models.append(PeftModel.from_pretrained(base, folder / "adapters"))
         ids = torch.cat([ids for ids, *_ in rows(case)[:HELD_OUT]])
         with torch.no_grad():
-            found = model(input_ids=ids).logits.view(-1, 2)
-        return max_abs_diff(found, torch.from_numpy(wanted.held_out_rewards))
+            found = torch.stack([model(input_ids=ids).logits.view(-1, 2) for model in models])
+        return max_abs_diff(found, torch.from_numpy(wanted.held_out_rewards).expand_as(found))
 
     return from_rank_0(exported)
 

@@ -52,6 +52,9 @@ REWARD_TWO: dict[str, Case] = {
     "gpt2-reward-pp2": Case(model="gpt2", pipeline=2, objective=REWARD, checkpointing="full"),
     "llama-reward-context2": Case(model="llama", context=2, objective=REWARD),
     "qwen3-moe-reward-expert2": Case(model="qwen3_moe", data=2, expert=2, objective=REWARD),
+    "gpt2-reward-lora-zero3": Case(
+        model="gpt2", data=2, zero_stage=3, objective=REWARD, lora_rank=4, pretrained=True
+    ),
 }
 REWARD_MORE: dict[str, Case] = {
     "llama-reward-zero0": Case(model="llama", data=2, zero_stage=0, objective=REWARD),
@@ -59,6 +62,33 @@ REWARD_MORE: dict[str, Case] = {
     "gpt2-reward-zero2": Case(model="gpt2", data=2, zero_stage=2, objective=REWARD),
     "llama-reward-zero3": Case(
         model="llama", data=2, zero_stage=3, objective=REWARD, pretrained=True
+    ),
+    "llama-reward-lora-zero0": Case(
+        model="llama", data=2, zero_stage=0, objective=REWARD, lora_rank=4
+    ),
+    "gpt2-reward-lora-zero1": Case(
+        model="gpt2",
+        data=2,
+        objective=REWARD,
+        lora_rank=4,
+        pretrained=True,
+        starts="reward",
+        checkpointing="full",
+    ),
+    "llama-reward-lora-zero2": Case(
+        model="llama", data=2, zero_stage=2, objective=REWARD, lora_rank=4, pretrained=True
+    ),
+    "llama-reward-lora-context2": Case(
+        model="llama", context=2, objective=REWARD, lora_rank=4, pretrained=True
+    ),
+    "resumed-llama-reward-lora-zero3": Case(
+        model="llama",
+        data=2,
+        zero_stage=3,
+        objective=REWARD,
+        lora_rank=4,
+        pretrained=True,
+        resumed=True,
     ),
     "qwen3-moe-reward-tp2": Case(model="qwen3_moe", tensor=2, objective=REWARD),
     "qwen3-moe-reward-context2": Case(model="qwen3_moe", context=2, objective=REWARD),

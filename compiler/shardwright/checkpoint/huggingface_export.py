@@ -39,6 +39,7 @@ from shardwright.parallel.lora_adapters import (
     ADAPTER_WEIGHTS,
     is_adapter,
     merge_adapter,
+    modules_to_save,
     peft_rewrites_targets,
     peft_saved_name,
     write_adapter_config,
@@ -325,20 +326,14 @@ def export_checkpoint(
 
 def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, folder: Path) -> None:
     """Write adapter_model.safetensors and adapter_config.json in peft's format."""
-    assert plan.lora is not None and plan.model.weights_path is not None
-    names = [name for name in reader.manifest.tensors if is_adapter(name)]
+    saved = modules_to_save(plan)
+    names = [n for n in reader.manifest.tensors if is_adapter(n) or n.rpartition(".")[0] in saved]
     _write(
         {peft_saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names},
         folder / ADAPTER_WEIGHTS,
     )
     is_transposed = any(tensor.transposed for tensor in reader.manifest.tensors.values())
-    write_adapter_config(
-        plan.lora,
-        task_named(plan.model.task),
-        plan.model.weights_path,
-        folder,
-        fan_in_fan_out=is_transposed,
-    )
+    write_adapter_config(plan, task_named(plan.model.task), folder, fan_in_fan_out=is_transposed)
 
 
 def _exported(

@@ -32,7 +32,7 @@ from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.tensor_parallel_map import split_parameter
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.model_graph import ModelGraph, Parameter
+from shardwright.models.model_graph import Layer, ModelGraph, Parameter
 from shardwright.models.trainable_parameters import (
     adapted_modules,
     adapter_sizes,
@@ -40,6 +40,7 @@ from shardwright.models.trainable_parameters import (
     is_decoder_frozen,
 )
 from shardwright.recipe.literal_types import LayerCheckpointing, PartialCheckpointing
+from shardwright.recipe.objectives import SCORING_HEAD
 from shardwright.recipe.recipe_types import OptimizerSection, Recipe
 from shardwright.utils.memoize import memoize
 
@@ -64,7 +65,8 @@ class PricedLayout:
     checkpointed_activations: of each stage's first layers, where only those are checkpointed
     boundaries: of the stages, over graph.layers; () until layers are assigned to stages
     ranks: chunks of each pipeline rank
-    adapter_sizes: LoRA's elements, prefix sums over graph.layers; () without LoRA
+    adapter_sizes: elements of LoRA's adapters and of a reward model's head beside them, prefix sums
+        over graph.layers; () without LoRA
     frozen: local parameters of `model.freeze`, prefix sums; () where there are none
     matrices: local parameters of matrices with other optimizer states
         (layout/optimizer_matrices.py), prefix sums; () where none have
@@ -363,12 +365,13 @@ def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
     if lora is None:
         return ()
     names = adapted_modules(graph, lora)
-    return (
-        0,
-        *itertools.accumulate(
-            sum(adapter_sizes(layer, names, lora.rank)) for layer in graph.layers
-        ),
-    )
+
+    def trained(layer: Layer) -> int:
+        heads = (p.numel for p in layer.parameters if p.name == f"{SCORING_HEAD}.weight")
+        return sum(adapter_sizes(layer, names, lora.rank)) + (sum(heads) if scores else 0)
+
+    scores = graph.task_traits.scores_sequences  # their head is trained in full
+    return (0, *itertools.accumulate(map(trained, graph.layers)))
 
 
 @memoize(lambda graph, freeze, tensor: (graph.identity, freeze, tensor))

@@ -1,5 +1,5 @@
-"""Add the plan's LoRA adapters to the decoder layers' linears on a rank; everything else is
-frozen."""
+"""Add the plan's LoRA adapters to the decoder layers' linears on a rank; everything else is frozen,
+but for a reward model's head, which is trained in full as peft does by `modules_to_save`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from shardwright.models.lora_target_paths import (
     linear_paths,
     lora_config,
 )
+from shardwright.models.tasks.sequence_classification import HEAD
 from shardwright.models.tasks.task_registry import Task
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.utils.installation import missing_peft
@@ -26,8 +27,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> None:
-    """Add adapters in place; only they are trained. They are drawn from the seed, equal on every
-    rank.
+    """Add adapters in place; only they and modules_to_save(plan) are trained. They are drawn from
+    the seed, equal on every rank.
 
     transposed: names of weights that are stored transposed to Hugging Face's
 
@@ -49,6 +50,8 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
             "Name linears alone in lora.target_modules, and compile again.",
             ("lora", "target_modules"),
         ) from None
+    for path in modules_to_save(plan):
+        model.get_submodule(path).requires_grad_(True)
     found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     check_lora_adapters(
         found,
@@ -57,8 +60,14 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
     )
 
 
+def modules_to_save(plan: Plan) -> tuple[str, ...]:
+    """Return the modules that are trained in full beside adapters: a reward model's head."""
+    is_saved = plan.lora is not None and plan.model.task_traits.scores_sequences
+    return (HEAD,) if is_saved else ()
+
+
 def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each adapter that the plan trains, by parameter name.
+    """Return the shape of each parameter that the plan trains beside frozen ones, by name.
 
     transposed: as add_adapters takes it
     """
@@ -71,6 +80,8 @@ def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[
             p.name.startswith(plan.model.cut.stack + ".")
             and module.rpartition(".")[2] in plan.lora.target_modules
         )
+        if module in modules_to_save(plan):
+            found[p.name] = p.shape
         if inside and leaf == "weight" and len(p.shape) == 2:
             out, into = p.shape[::-1] if p.name in transposed else p.shape
             a, b = adapter_names(module)
@@ -129,23 +140,22 @@ def peft_rewrites_targets(lora: PlanLora, model: nn.Module) -> bool:
     return bool(config.target_parameters) or set(config.target_modules) != set(lora.target_modules)
 
 
-def write_adapter_config(
-    lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool
-) -> None:
+def write_adapter_config(plan: Plan, task: Task, folder: Path, *, fan_in_fan_out: bool) -> None:
     """Write adapter_config.json.
 
-    base: where the frozen weights are
     fan_in_fan_out: these are GPT-2's Conv1D
 
     Raises Refusal with SW6251.
     """
     if absent := missing_peft():
         raise Refusal(absent)
+    assert plan.lora is not None
     config = lora_config(
-        lora,
-        target_modules=list(lora.target_modules),
+        plan.lora,
+        target_modules=list(plan.lora.target_modules),
+        modules_to_save=list(modules_to_save(plan)) or None,
         task_type=task.peft_type,
-        base_model_name_or_path=base,
+        base_model_name_or_path=plan.model.weights_path,
         fan_in_fan_out=fan_in_fan_out,
         inference_mode=True,
     )

@@ -11,6 +11,8 @@ from shardwright.utils.json_values import JsonObject
 NEXT_TOKEN = "next-token"
 SCORING_TASK: TaskName = "sequence-classification"
 """The task of a reward model."""
+SCORING_HEAD = "score"
+"""The linear of a reward model that gives a token its score."""
 PREFERENCE_KIND = "preference"
 """The kind of data whose examples are a chosen and a rejected completion of one prompt."""
 

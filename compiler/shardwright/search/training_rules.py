@@ -323,8 +323,6 @@ def objective_verified(x: Candidate) -> Diagnostic | None:
             x.graph.task not in ("causal-lm", SCORING_TASK),
             f"{x.graph.task} models",
         ),
-        # Its head would have to be trained in full beside the adapters.
-        "lora": (scores and x.recipe.lora is not None, "LoRA"),
         "model.loss": (scores and x.recipe.model.loss == "chunked", "loss: chunked"),
         "cluster.islands": (x.recipe.cluster.islands > 1, "DiLoCo islands"),
         "tracking.noise_scale": (

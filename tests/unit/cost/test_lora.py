@@ -7,11 +7,19 @@ import dataclasses
 import pytest
 
 from shardwright.layout.layout_estimate import Estimate
+from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.trainable_parameters import adapted_modules, adapter_sizes
 from shardwright.recipe.recipe_types import LoraSection
 from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change
-from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import (
+    LLAMA_8B,
+    SMALL_LLAMA,
+    graph_of,
+    model_section,
+    problem_of,
+    recipe_of,
+)
 
 LORA = LoraSection(rank=16, alpha=32, dropout=0.0, target_modules=None)
 BASE = 8_030_261_248
@@ -45,6 +53,17 @@ def test_auto_is_every_linear_of_a_layer() -> None:
         "down_proj",
     }
     assert sum(sum(adapter_sizes(layer, names, 16)) for layer in graph.layers) == ADAPTERS
+
+
+def test_a_reward_models_head_is_trained_beside_the_adapters() -> None:
+    recipe = dataclasses.replace(recipe_of(SMALL_LLAMA), lora=LORA)
+    layout = change(tensor=1, pipeline=1, data=8, gradient_accumulation_steps=2, zero_stage=1)
+    reward = build_model_graph(model_section(SMALL_LLAMA, task="sequence-classification"))
+    states = [
+        estimate_layout(problem_of(recipe, graph), layout).memory.stages[0].optimizer_bytes
+        for graph in (reward, graph_of(SMALL_LLAMA))
+    ]
+    assert states[0] - states[1] == pytest.approx(12 * reward.hidden_size / 8)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])

@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.engines.engine_table import ENGINES
 from shardwright.recipe.objectives import OBJECTIVES, ObjectiveSection
-from shardwright.recipe.recipe_types import LoraSection, NoiseScaleSection, Recipe
+from shardwright.recipe.recipe_types import NoiseScaleSection, Recipe
 from shardwright.search.training_rules import engine_recipe_errors
 from tests.unit.models.factory import SMALL_LLAMA, recipe_of
 from tests.unit.search.test_noise_scale_rules import found
@@ -48,16 +48,10 @@ def test_megatron_names_what_runs(name: str) -> None:
     assert "target: deepspeed" in str(error.help) and error.valid == ("next-token",)
 
 
-@pytest.mark.parametrize("key", ["lora", "model.loss"])
-def test_what_a_reward_model_is_not_trained_with(key: str) -> None:
+def test_a_reward_model_has_no_chunked_loss() -> None:
     recipe = with_objective("reward")
-    changed = {
-        "lora": replace(
-            recipe, lora=LoraSection(rank=2, alpha=2.0, dropout=0.0, target_modules=None)
-        ),
-        "model.loss": replace(recipe, model=replace(recipe.model, loss="chunked")),
-    }[key]
+    changed = replace(recipe, model=replace(recipe.model, loss="chunked"))
     refused = found(changed, SMALL_LLAMA)["SW3234"]
-    assert refused.key == tuple(key.split(".")) and "reward" in refused.message
+    assert refused.key == ("model", "loss") and "reward" in refused.message
     dpo = replace(changed, training=with_objective("dpo").training)
     assert "SW3234" not in found(dpo, SMALL_LLAMA)

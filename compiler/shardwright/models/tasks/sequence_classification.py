@@ -18,8 +18,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from shardwright.models.layer_split import NotSplittable
+from shardwright.recipe.objectives import SCORING_HEAD
 
-HEAD, HEAD_WEIGHT = "score", "score.weight"
+HEAD, HEAD_WEIGHT = SCORING_HEAD, f"{SCORING_HEAD}.weight"
 """Names of the linear that transformers' decoders have for sequence classification, and of its
 parameter."""
 
