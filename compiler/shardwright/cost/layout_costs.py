@@ -413,7 +413,7 @@ def _rank_parts(
     priced: PricedLayout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds
 ) -> StepTimeBreakdown:
     m = priced.strategy.gradient_accumulation_steps
-    data_comm = data_comm_seconds(priced, rank, stage.compute)
+    data_comm = data_comm_seconds(priced, rank, stage)
     if priced.strategy.offload != "none":  # the host link works at the same time
         data_comm = max(data_comm, host_transfer_seconds(priced, rank, stage.compute))
     return _parts(

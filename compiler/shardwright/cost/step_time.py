@@ -54,12 +54,25 @@ from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.pipeline_step_time import MAX_SIMULATED_DUALPIPEV_RANKS, step_seconds
 from shardwright.layout.zero_settings import BUCKET_NUMEL, PREFETCH_NUMEL
 
+
+class StageSeconds(NamedTuple):
+    """Hold one micro-batch's forward and backward seconds on one pipeline rank."""
+
+    compute: float
+    tensor_comm: float
+    pipeline_comm: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor_comm + self.pipeline_comm
+
+
 # Exposed data-parallel collectives. The overlap and the rate of buckets are traits of the engine
 # (engines/engine_table.py).
 
 
-def data_comm_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> float:
-    """Return the exposed seconds of a step's data-parallel collectives.
+def data_comm_seconds(priced: PricedLayout, rank: int, stage: StageSeconds) -> float:
+    """Return the exposed seconds of a step's data-parallel collectives on a rank of this stage.
 
     ZeRO 0 and 1 reduce gradients and gather parameters once a step, overlapping with the last
     backward pass where no pipeline drains there. ZeRO-2 reduces every micro-batch, ZeRO-3 also
@@ -70,7 +83,7 @@ def data_comm_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -
     if s.zero_world_size == 1 and s.expert_replicas == 1:
         return tied
     if s.zero_stage == 3:
-        return tied + _zero_3_seconds(priced, rank, compute_seconds)
+        return tied + _zero_3_seconds(priced, rank, stage)
     parts = _by_group(priced, rank, priced.trainable_numel_of(priced.ranks[rank]))
     reductions, gradient = gradient_reduction(priced)
     behind = 1 - FORWARD_SHARE if s.pipeline == 1 else 0.0
@@ -78,7 +91,7 @@ def data_comm_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -
         reduce = sum(
             all_reduce_seconds(cluster, c, group, n * gradient, _buckets(n)) for n, group in parts
         )
-        return tied + _exposed(priced, reduce, behind * compute_seconds)
+        return tied + _exposed(priced, reduce, behind * stage.compute)
     reduce, gather = (
         sum(seconds(cluster, c, group, n * size, _buckets(n)) for n, group in parts)
         / zero_efficiency(priced)
@@ -89,7 +102,7 @@ def data_comm_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -
     )
     if s.zero_stage == 1 and not priced.traits.zero_1_overlaps:
         behind = 0.0
-    return tied + reductions * _exposed(priced, reduce, behind * compute_seconds) + gather
+    return tied + reductions * _exposed(priced, reduce, behind * stage.compute) + gather
 
 
 def _by_group(priced: PricedLayout, rank: int, numel: int) -> list[tuple[int, Group]]:
@@ -117,12 +130,13 @@ def zero_efficiency(priced: PricedLayout) -> float:
     return priced.constants.zero_reduction_efficiency
 
 
-def _zero_3_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> float:
+def _zero_3_seconds(priced: PricedLayout, rank: int, stage: StageSeconds) -> float:
     """Return the exposed seconds of ZeRO-3.
 
     Each micro-batch gathers each layer's parameters for forward and backward (see
     unsharded_weights) and reduces its gradients, overlapping with compute (arXiv 1910.02054). With
-    hpZ it gathers from the second copy inside the node, except once a step (arXiv 2306.10209).
+    hpZ it gathers from the second copy inside the node, except once a step (arXiv 2306.10209). The
+    host runs its hooks while the GPU computes and while tensor-parallel collectives run.
     """
     s, c, cluster = priced.strategy, priced.constants, priced.cluster
     m, element = s.gradient_accumulation_steps, priced.element_bytes
@@ -139,6 +153,7 @@ def _zero_3_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> 
         reductions = _buckets(numel)
         gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, priced.shapes.matrices))
     hooks = _hook_seconds(priced, rank) if own else 0.0
+    waits_for_hooks = hooks - stage.compute - stage.tensor_comm
     regathered = backward_gather_fraction(priced, priced.ranks[rank])
     kinds = _by_group(priced, rank, numel)
     reduce = (
@@ -149,9 +164,7 @@ def _zero_3_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> 
         starts = (2 + regathered) * layers * ring_start_seconds(c, kinds[1][1])
         dense = ((1 + regathered) * gathers_a_pass + reductions) * ring_start_seconds(c, group)
         moved = (2 + regathered) * reduce
-        return m * max(
-            _exposed(priced, moved, compute_seconds) + starts + dense, hooks - compute_seconds
-        )
+        return m * max(_exposed(priced, moved, stage.compute) + starts + dense, waits_for_hooks)
 
     def micro_batch(forward: Group, backward: Group) -> float:
         """Gather over these groups; ring latency is exposed, because ranks wait at each step."""
@@ -165,9 +178,7 @@ def _zero_3_seconds(priced: PricedLayout, rank: int, compute_seconds: float) -> 
             ring_start_seconds(c, forward) + regathered * ring_start_seconds(c, backward)
         )
         starts += reductions * ring_start_seconds(c, group)
-        return max(
-            _exposed(priced, gathers + reduce, compute_seconds) + starts, hooks - compute_seconds
-        )
+        return max(_exposed(priced, gathers + reduce, stage.compute) + starts, waits_for_hooks)
 
     if s.hpz_partition_size == 1:
         return m * micro_batch(group, group)
@@ -294,18 +305,6 @@ def host_transfer_seconds(priced: PricedLayout, rank: int, compute_seconds: floa
 
 # Forward and backward FLOPs over forward FLOPs, without recomputation.
 FORWARDS_PER_STEP = 3
-
-
-class StageSeconds(NamedTuple):
-    """Hold one micro-batch's forward and backward seconds on one pipeline rank."""
-
-    compute: float
-    tensor_comm: float
-    pipeline_comm: float
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.tensor_comm + self.pipeline_comm
 
 
 def schedule_seconds(priced: PricedLayout, found: PassTimes, stages: list[StageSeconds]) -> float:
@@ -465,7 +464,7 @@ def least_interleaved_seconds(priced: PricedLayout) -> float:
 
 
 def _data_comm_seconds(priced: PricedLayout, stages: Sequence[StageSeconds]) -> float:
-    each = (data_comm_seconds(priced, rank, stages[rank].compute) for rank in _unlike_ranks(priced))
+    each = (data_comm_seconds(priced, rank, stages[rank]) for rank in _unlike_ranks(priced))
     return max(each) + feature_gather_seconds(priced)
 
 
@@ -570,7 +569,7 @@ def stage_seconds(priced: PricedLayout, rank: int, found: PassTimes) -> StageSec
 
 def data_parallel_seconds(priced: PricedLayout) -> float:
     """Return the data-parallel seconds of a step without a pipeline."""
-    return data_comm_seconds(priced, 0, stage_seconds(priced, 0, pass_times(priced)).compute)
+    return data_comm_seconds(priced, 0, stage_seconds(priced, 0, pass_times(priced)))
 
 
 def per_step_seconds_per_parameter(priced: PricedLayout) -> float:

@@ -26,6 +26,7 @@ from shardwright.cost.layout_costs import StageCosts
 from shardwright.cost.peak_memory import usable_bytes
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
 from shardwright.cost.step_time import (
+    StageSeconds,
     bubble_divisor,
     data_comm_seconds,
     is_simulated,
@@ -175,7 +176,9 @@ class StepTimeBound:
         each, message = self._overhead_and_message_seconds(s)
         if p == 1:
             least = m * (work[-1] + each) + (
-                self._once_a_step_without_pipeline(s, compute + each)
+                self._once_a_step_without_pipeline(
+                    s, StageSeconds(compute + each, work[-1] - compute, 0.0)
+                )
                 if s.offload == "none"
                 else 0.0
             )
@@ -312,14 +315,14 @@ class StepTimeBound:
             * measured_over_predicted(self._problem.recipe, self._problem.graph, s)
         )
 
-    def _once_a_step_without_pipeline(self, s: Layout, compute: float) -> float:
-        """Return the seconds once a step without a pipeline, which are known exactly. compute:
-        seconds of a micro-batch."""
+    def _once_a_step_without_pipeline(self, s: Layout, stage: StageSeconds) -> float:
+        """Return the seconds once a step without a pipeline, which are known exactly. stage: all
+        layers."""
         graph = self._problem.graph
         layout = with_boundaries(self._priced_without_stages(s), (0, len(graph.layers)))
         copied = with_hpz(layout)
         data = min(
-            data_comm_seconds(each, 0, compute) for each in (layout, copied) if each is not None
+            data_comm_seconds(each, 0, stage) for each in (layout, copied) if each is not None
         )
         return data + optimizer_seconds(layout, 0)
 

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.layer_shapes import model_shapes
 from shardwright.cost.layout_costs import training_estimate
 from shardwright.diagnostics import Refusal
 from shardwright.layout.gpu_cluster import resolve_cluster
@@ -367,3 +369,15 @@ def test_hosts_of_an_nvlink_domain_take_the_seconds_of_one_node(layout: dict[str
         return found.time.step_seconds
 
     assert seconds(32, 4, 64) == seconds(2, 64, None) < seconds(32, 4, None)
+
+
+def test_hooks_of_zero_3_run_while_tensor_parallel_collectives_do() -> None:
+    """The host's hooks bound a small model's micro-batch. They do not add to the collectives, whose
+    time grows with the wait for their launches where the computation is faster."""
+    strategy = change(tensor=8, data=2, zero_stage=3, gradient_accumulation_steps=1)
+    problem = problem_of(sized(recipe_of(SMALL_LLAMA), 2, 8, 2), graph_of(SMALL_LLAMA))
+    time = estimate_layout(problem, strategy).time
+    modules = model_shapes(problem.graph, 1).modules
+    hooks = 2 * 2 * modules[-1] * default_constants().hook_seconds
+    assert time.tensor_comm_seconds > 0 and time.optimizer_seconds < 1e-3 * hooks
+    assert time.step_seconds == pytest.approx(hooks, rel=1e-3)

@@ -14,7 +14,7 @@ from shardwright.cost.layer_shapes import model_shapes
 from shardwright.cost.layer_times import pass_times
 from shardwright.cost.peak_memory import estimate_memory
 from shardwright.cost.priced_layout import PricedLayout
-from shardwright.cost.step_time import data_comm_seconds
+from shardwright.cost.step_time import StageSeconds, data_comm_seconds
 from shardwright.layout.formats import element_bytes
 from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import LayerStages
@@ -133,10 +133,11 @@ def test_tensor_ranks_that_hold_whole_experts() -> None:
     # One data rank: the experts' gradients alone are on two ranks.
     alone = found(data=1, expert=1, expert_tensor=1, zero_stage=0)
     group = group_of(alone.cluster, 2, 1)
+    idle = StageSeconds(compute=0.0, tensor_comm=0.0, pipeline_comm=0.0)
     moved = 2 * experts * element_bytes(alone.accumulation_dtype)
     reduced = all_reduce_seconds(alone.cluster, alone.constants, group, moved, 1)
-    assert data_comm_seconds(alone, 0, 0.0) == pytest.approx(reduced) and reduced > 0
-    assert data_comm_seconds(found(data=1, expert=1, zero_stage=0), 0, 0.0) == 0
+    assert data_comm_seconds(alone, 0, idle) == pytest.approx(reduced) and reduced > 0
+    assert data_comm_seconds(found(data=1, expert=1, zero_stage=0), 0, idle) == 0
 
 
 def test_rows_within_a_node_and_beyond_go_at_the_same_time() -> None:
