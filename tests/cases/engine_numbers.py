@@ -1,4 +1,4 @@
-"""What a plan says against what DeepSpeed makes of its ds_config.json."""
+"""Compares a plan's numbers with those that DeepSpeed reads from its ds_config.json."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def compiled() -> dict[str, CompileResult]:
 def loaded(
     compiled: dict[str, CompileResult], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, object]]:
-    """What DeepSpeed makes of each ds_config.json at the plan's world size."""
+    """Load each ds_config.json with DeepSpeed at the plan's world size."""
     return dict(
         zip(
             compiled, load(list(compiled.values()), tmp_path_factory.mktemp("folders")), strict=True
@@ -217,8 +217,8 @@ class TestInvariants:
     def test_the_fullest_rank_is_priced(
         self, name: str, compiled: dict[str, CompileResult]
     ) -> None:
-        """What a rank will hold, which runs check to the byte, is what its memory was predicted
-        with."""
+        """The memory is predicted with the bytes that a rank will hold, which runs check to the
+        byte."""
         plan = compiled[name].plan
         predicted = [stage.parameters_bytes for stage in plan.predicted.memory.stages]
         fullest = [

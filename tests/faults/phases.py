@@ -15,7 +15,7 @@ def kill() -> None:
 
 
 def _half(path: Path) -> None:
-    """What a file looks like whose writer was killed."""
+    """Cut a file in half, as a killed writer leaves it."""
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
 
@@ -96,7 +96,7 @@ def _store(planter: Planter) -> Planter:
 
 
 def _after_publishing(planter: Planter) -> Planter:
-    """From the publication of the step on."""
+    """Plant the fault when the step is published."""
 
     def plant(module: Any, step: str) -> None:
         plain = module.publish

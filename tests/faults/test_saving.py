@@ -73,8 +73,8 @@ def check_published(out: Path) -> None:
 
 
 def check_finished(out: Path, whole: Path) -> None:
-    """As the run without a fault ended, and nothing unfinished is left. A step that was published
-    and not copied has no copy; the last one has."""
+    """Check that the run ended as the one without a fault did, and left nothing unfinished. A step
+    that was published and not copied has no copy; the last one has."""
     assert saver.losses(out) == saver.losses(whole)
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
         step_name(step) for step in LAST
@@ -171,7 +171,7 @@ def damaged(how: str, upload: bool, tmp_path: Path, whole: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    """On a disk with pages."""
+    """Return the bytes of the files on a disk with pages of 4 KiB."""
     return sum(-(-p.stat().st_size // 4096) * 4096 + 4096 for p in path.rglob("*"))
 
 
@@ -224,7 +224,7 @@ def test_an_upload_that_fails_midway(whole: Path, tmp_path: Path) -> None:
 def test_a_clock_that_jumps(
     jump_seconds: float, out: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a day, at the third step, the file system's clock with it; then the run is killed, and
+    """The clock and the file system's jump by a day at the third step. The run is then killed, and
     goes on."""
     shift, plain = [0.0], time.time
 

@@ -166,7 +166,7 @@ def test_a_damaged_copy_is_not_used(tmp_path: Path, losses: list[float]) -> None
     ids=["fewer-hosts", "tensor-to-zero-3", "zero-2-to-pipeline-and-tensor"],
 )
 def test_another_layout_goes_on_from_the_copies(tmp_path: Path, case: Case, later: Case) -> None:
-    """As a plan for fewer nodes does it: in the same folder, without the host that was lost."""
+    """A plan for fewer nodes compiles into the same folder and runs without the lost host."""
     assert case.batch == later.batch
     out = compiled(case, tmp_path, "out", (KILL_AT + 1, (1,), case.world - 1, "kill"))
     attempt(out, tmp_path, "ab", succeeds=False)

@@ -48,7 +48,7 @@ MADE_UP = {
 
 
 def prose() -> list[Path]:
-    """What cites files: pages, comments and docstrings."""
+    """Return the pages, comments and docstrings, which cite files."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
     code = [
         path for folder in ("compiler", "tests", "tools") for path in (ROOT / folder).rglob("*")

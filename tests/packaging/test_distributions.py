@@ -121,7 +121,7 @@ def test_sdist_holds_what_the_tests_need(built: Path) -> None:
 
 
 def _applies(requirement: Any) -> bool:
-    """Under the Python that runs this."""
+    """Return whether the running Python needs the requirement."""
     return requirement.marker is None or bool(requirement.marker.evaluate())
 
 

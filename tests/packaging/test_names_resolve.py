@@ -35,7 +35,7 @@ def file_of(module: str) -> Path | None:
 
 @functools.cache
 def names_in(path: Path) -> frozenset[str]:
-    """What a module binds at its top, in branches too; "*" where it answers for any name."""
+    """Return the names that a module binds, in branches too; "*" if it answers for any name."""
     if path.is_dir():
         return frozenset()
     names: set[str] = set()

@@ -304,8 +304,8 @@ def train_in_one_process(
 
 
 def with_adapters(model: torch.nn.Module, case: Case, task: str = "CAUSAL_LM") -> torch.nn.Module:
-    """As a plain peft run has it: every linear of the decoder layers. Of a mixture of experts,
-    whose dense and shared layers peft leaves out, by forward hooks."""
+    """Add adapters to every linear of the decoder layers, as peft does. A mixture of experts gets
+    them by forward hooks, because peft leaves out its dense and shared layers."""
     from peft import LoraConfig, get_peft_model
 
     if case.model in MIXTURES:

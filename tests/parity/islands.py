@@ -193,7 +193,7 @@ def outer_step(
     momentum: dict[str, torch.Tensor],
     outer: dict[str, Any],
 ) -> None:
-    """As torch.optim.SGD makes it."""
+    """Update the anchor as torch.optim.SGD does."""
     mean = {
         name: as_sent(torch.stack([each[name] for each in deltas]).sum(0) / len(deltas), outer)
         for name in anchor
@@ -228,7 +228,7 @@ def weights(folder: Path, island: int, into: Path) -> dict[str, torch.Tensor]:
 
 
 def masters(folder: Path, island: int) -> dict[str, torch.Tensor]:
-    """As the newest checkpoint has them."""
+    """Return the fp32 masters of an island's newest checkpoint."""
     with CheckpointReader(harness.newest_checkpoint(folder / f"island-{island}")) as reader:
         trained = [
             name for name, tensor in reader.manifest.tensors.items() if "fp32" in tensor.states

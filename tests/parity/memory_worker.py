@@ -21,7 +21,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 
 
 def peak_bytes() -> int:
-    """Of this program alone: getrusage's starts at what the process that started it had."""
+    """Return this program's own peak: getrusage's starts at that of the parent process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024

@@ -147,13 +147,13 @@ def brute(
 
 
 def in_order(plan: Plan, batches: TrainingBatches, step: int) -> list[MicroBatch]:
-    """Of all data ranks."""
+    """Return the micro-batches of all data ranks, in order."""
     ranks = [batches.micro_batches(step, d) for d in range(plan.strategy.data)]
     return [m for together in zip(*ranks, strict=True) for m in together]
 
 
 def pieces(m: MicroBatch) -> Iterator[torch.Tensor]:
-    """What sees nothing of the rest: documents where they are packed, else rows. (1, length)"""
+    """Yield the documents of packed rows, else the rows, each (1, length)."""
     for row in range(len(m.input_ids)):
         ids, starts = m.input_ids[row], [0]
         if m.position_ids is not None:
@@ -163,7 +163,7 @@ def pieces(m: MicroBatch) -> Iterator[torch.Tensor]:
 
 
 def gradient(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Of the sum of the losses of its labels, in double, over every parameter that is trained."""
+    """Return the gradient of the summed losses over all trained parameters, in double."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if ids.shape[1] < 2:
         return torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)

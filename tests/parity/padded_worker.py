@@ -30,7 +30,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% en
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
-    """Of a case whose name ends in "packed" the rows hold several conversations."""
+    """Measure a case; rows hold several conversations where its name ends in "packed"."""
     packed = folder.name.endswith("packed")
     data = {
         "kind": "chat",
@@ -64,7 +64,7 @@ def plain_run(plan: Plan, folder: Path, case: Case) -> Reference:
 
 
 def write_talks(folder: Path, number: int, shortest: int) -> None:
-    """Of `shortest` letters and more, up to a row."""
+    """Write conversations of `shortest` letters up to a row."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(SEED)
     with (folder / "talks.jsonl").open("w") as file:

@@ -1,4 +1,4 @@
-"""What every layout is compared with; `shardwright verify` compares with the same."""
+"""Trains the plain run that every layout and `shardwright verify` are compared with."""
 
 from __future__ import annotations
 

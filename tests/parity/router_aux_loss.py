@@ -9,7 +9,7 @@ import torch
 
 
 def add_balance(model: torch.nn.Module, coefficient: float) -> None:
-    """To the gradients of the model's own loss, whose value stays: logs have the cross-entropy
+    """Add the balance loss to the gradients, not to the model's loss: logs have the cross-entropy
     alone."""
     routed: list[tuple[torch.Tensor, torch.Tensor]] = []
     gates = [

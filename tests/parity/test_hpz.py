@@ -52,7 +52,7 @@ SAMPLE = ("gpt2-accumulation4",)
 
 
 def figures(cases: dict[str, Case], out: Path) -> list[dict[str, Any]]:
-    """Of each rank. All cases of one world size."""
+    """Run cases of one world size and return each rank's figures."""
     printed = start("hpz_worker.py", cases, out)
     found = [out / f"figures-{rank}.json" for rank in range(next(iter(cases.values())).world)]
     assert all(path.exists() for path in found), printed

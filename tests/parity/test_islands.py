@@ -93,7 +93,7 @@ def compare(layout: str, outer: str, folder: Path) -> dict[str, float]:
 
 @torch.no_grad()
 def _mean_apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Of each weight."""
+    """Return the mean absolute difference of all weights."""
     sums = sum(float((found[name] - p).abs().sum()) for name, p in wanted.items())
     return sums / sum(p.numel() for p in wanted.values())
 

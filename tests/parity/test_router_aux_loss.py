@@ -104,7 +104,7 @@ def test_it_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> Non
 
 
 def test_it_is_a_part_of_the_gradient(tmp_path: Path) -> None:
-    """What the cases compare differs without it."""
+    """The compared gradients differ without it."""
     case = Case(model="mixtral", balance=COEFFICIENT)
     tokens = write_inputs(case, tmp_path)
     with_it, without = (

@@ -323,7 +323,7 @@ def _adapt(plain: Any) -> None:
 def _row(
     processor: Any, record: dict[str, Any], model: str, folder: Path
 ) -> dict[str, torch.Tensor]:
-    """What Hugging Face's processor makes of a conversation, with the answer as its labels."""
+    """Return what Hugging Face's processor makes of a conversation; the labels are the answer."""
     given = iter(record.get("images", []))
     parts = record["messages"][0]["content"]
     names = [part.get("image") or next(given) for part in parts if part["type"] == "image"]

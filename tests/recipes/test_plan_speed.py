@@ -66,8 +66,8 @@ def best_of_rounds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
 
 
 def plan_seconds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
-    """Of the clock, and of processors. 1 is an answer, too: no layout of the model runs on so many
-    of these GPUs."""
+    """Return the seconds of the clock and of processors. Exit code 1 is an answer, too: no layout
+    of the model runs on this many GPUs."""
     words = ["plan", model, "--gpu", gpu, "--nodes", str(NODES)]
     environment = {
         **os.environ,

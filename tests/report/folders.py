@@ -90,7 +90,7 @@ def two_islands(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_islands_run(folder: Path, steps: int = 60) -> Path:
-    """As two islands would have left it; the second one died after step 45."""
+    """Write the files of a run of two islands, of which the second died after step 45."""
     for k, done in ((0, steps), (1, 45)):
         own = with_run(folder / f"island-{k}", done, cause="killed (signal 9)" if k else "")
         waits = [
@@ -112,7 +112,7 @@ def with_islands_run(folder: Path, steps: int = 60) -> Path:
 
 
 def with_run(folder: Path, steps: int, cause: str = "") -> Path:
-    """As a run would have left it, a half-written last line included."""
+    """Write the files of a run, a half-written last line included."""
     (folder / "run").mkdir(exist_ok=True)
     lines = [
         {

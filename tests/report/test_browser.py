@@ -51,7 +51,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def place(page: Page, chart: str, x: float, y: float) -> tuple[int, int]:
-    """Of a point given in the chart's own values, in the window, where it is scrolled to."""
+    """Scroll to a point of a chart, given in its own values, and return its place in the window."""
     found = page.script(
         """
         const [chart, x, y] = arguments

@@ -67,12 +67,12 @@ class PlanNumbers(HTMLParser):
 
 
 def columns_of(item: Any) -> dict[str, list[float]]:
-    """Of the data source with stages in a chart's JSON."""
+    """Return the columns of the data source with stages in a chart's JSON."""
     return columns_with(item, "stage")
 
 
 def columns_with(item: Any, column: str) -> dict[str, list[Any]]:
-    """Of the first data source with such a column in a chart's JSON. Arrays of numbers are read."""
+    """Return the columns of the first data source that has this one, with arrays decoded."""
     if isinstance(item, dict):
         if item.get("type") == "map" and any(entry[0] == column for entry in item["entries"]):
             return {key: array(value) for key, value in item["entries"]}

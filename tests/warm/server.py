@@ -164,7 +164,7 @@ def open_streams(unbuffered: bool) -> None:
 
 
 def run(command: list[str], folder: str, environment: dict[str, str], parent: int) -> None:
-    """As `python ...` would, from here on."""
+    """Run the command as `python ...` would."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()

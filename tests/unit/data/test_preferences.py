@@ -243,7 +243,7 @@ def test_a_pair_that_is_cut_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_the_token_that_is_read_is_not_padding() -> None:
-    """As transformers finds it: where the end token pads, that is the one before it."""
+    """transformers reads the last token before the padding, where the end token pads too."""
     ids = np.asarray([5, 2, 7, 8, 2, 2])
     assert scored_token(ids, 2).tolist() == [False, False, False, True, False, False]
     assert scored_token(ids, 9).tolist() == [False] * 5 + [True]
