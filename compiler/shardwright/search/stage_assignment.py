@@ -235,9 +235,11 @@ def _starts(pipeline_blocks: PipelineBlocks) -> list[tuple[int, ...]]:
     ]
     blocks = np.arange(pipeline_blocks.blocks + 1)
     between = np.clip(blocks - 1, 0, pipeline_blocks.blocks - 2)
-    # In seconds, in blocks, in decoder layers alone, and as if the first block were as slow as the
-    # last.
-    even = (seconds, blocks, between, seconds + np.minimum(blocks, 1) * (seconds[-1] - seconds[-2]))
+    # In seconds, in blocks, in decoder layers alone, as if the first block were as slow as the
+    # last, and in what a rank does once a step.
+    even = [seconds, blocks, between, seconds + np.minimum(blocks, 1) * (seconds[-1] - seconds[-2])]
+    if pipeline_blocks.once_per_step_seconds[-1] > 0:
+        even.append(np.array(pipeline_blocks.once_per_step_seconds))
     wanted = share + np.array(TILTS)[:, None] * share * (1 - share)
     for sums in even:
         nearest = np.searchsorted((sums[:-1] + sums[1:]) / 2, sums[-1] * wanted, side="right")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwright.cost.cost_constants import default_constants
 from shardwright.diagnostics import Refusal
 from shardwright.layout.gpu_cluster import Cluster, catalogue, resolve_cluster
 from shardwright.layout.layout import Layout
@@ -45,6 +46,11 @@ MODELS: dict[str, dict[str, JsonValue]] = {
     "gemma2": {**SMALL_LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 64},
 }
 SLACK = 1 + 1e-9
+LARGEST_OVERLAP = max(
+    value
+    for name, value in dataclasses.asdict(default_constants()).items()
+    if name.startswith("overlap_")
+)
 
 
 @st.composite
@@ -177,7 +183,8 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
     # Faster links have larger buffers, and what just fitted may be cut otherwise: where memory
     # binds nothing, then.
     roomy = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=1e6))
-    unbound_time = estimate_layout(problem_of(recipe, graph, roomy), strategy).time
+    unbound_estimate = estimate_layout(problem_of(recipe, graph, roomy), strategy)
+    unbound_time = unbound_estimate.time
     unbound = unbound_time.step_seconds
     # Of many layers the partition is found by a descent: not always the very best one, and of a
     # pipeline with fewer micro-batches than stages, which has no closed form, by a shorter one.
@@ -193,11 +200,15 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
     found = estimate_layout(
         problem_of(recipe, graph, dataclasses.replace(roomy, gpu=swifter)), strategy
     )
-    # A rank that waits for its kernels' launches has less computation to hide collectives behind.
+    # A rank that waits for its kernels' launches has less computation to hide collectives behind:
+    # no longer hidden is a share of the computation that is gone.
     launch_bound = found.time.tensor_comm_seconds > unbound_time.tensor_comm_seconds * SLACK
-    assert found.time.step_seconds <= unbound * (max(1.01, slack) if launch_bound else slack)
+    gone = unbound_time.compute_seconds - found.time.compute_seconds
+    uncovered = LARGEST_OVERLAP * gone if launch_bound else 0.0
+    assert found.time.step_seconds <= unbound * slack + uncovered
+    # Where the update takes less time, the slowest rank may be given more layers.
     own = [t.compute_seconds + t.tensor_comm_seconds for t in (found.time, unbound_time)]
-    assert own[0] <= own[1] * slack
+    assert own[0] <= own[1] * SLACK or found.boundaries != unbound_estimate.boundaries
 
 
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -151,3 +152,15 @@ def test_heavy_stages_are_in_front(layers: int, stages: int, head: float, m: int
     sizes = [b - a for a, b in itertools.pairwise(cut)]
     assert sizes[0] == max(sizes) > sizes[-2]
     assert simulated(r, cut) < simulated(r, r.balanced_start) * 0.9999
+
+
+def test_updates_are_balanced_where_they_take_the_longest() -> None:
+    """One micro-batch crosses all stages, whatever their work, so that the longest update alone
+    decides. No move of one block shortens it while both ends hold a heavy block."""
+    updates = [2.4, *[1.0] * 32, 2.4]
+    pipeline_blocks = dataclasses.replace(
+        row("1f1b", 1, 16, [1e-3] * 34),
+        once_per_step_seconds=tuple(itertools.accumulate(updates, initial=0.0)),
+    )
+    cut = fastest_boundaries(pipeline_blocks)
+    assert max(sum(updates[a:b]) for a, b in itertools.pairwise(cut)) == pytest.approx(3.0)
