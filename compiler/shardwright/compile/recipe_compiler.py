@@ -32,6 +32,7 @@ from shardwright.launch.launchers.launcher_table import (
     unexpanded_variables,
     unmounted_paths,
     unsaved_recovery_warning,
+    untested_launcher_warning,
 )
 from shardwright.layout.gpu_cluster import Cluster, resolve_cluster
 from shardwright.layout.layout import Candidate
@@ -380,7 +381,7 @@ def _lower_plan(
     missing = (
         () if tokenizer is None else missing_packages_warning(tokenizer, ("data", "tokenizer"))
     )
-    warnings = (*warnings, *unmounted_paths(plan), *missing)
+    warnings = (*warnings, *untested_launcher_warning(plan), *unmounted_paths(plan), *missing)
     plan, files = with_file_digests(plan, files)
     plan.verify()
     return plan, files, warnings

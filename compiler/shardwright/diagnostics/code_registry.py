@@ -464,6 +464,7 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5214": "recovery under a launcher that cannot restart its ranks",
     "SW5215": "recovery without checkpoints to restart from",
     "SW5220": "copies in memory that a node has no room for",
+    "SW5221": "a launcher that has not run",
     "SW5301": "a host does not answer over ssh",
     "SW5302": "a host has different package versions",
     "SW5303": "a host lacks the compiled folder or has a different one",

@@ -426,8 +426,8 @@ class KubernetesSection:
     """Configures the Kubernetes job. directory: the compiled folder in the pods, inside mount_path,
     where volume_claim is mounted.
 
-    secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (jobset), before
-    the job fails. labels: of the Job or JobSet. pod_patch: merged into the pod template.
+    secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (else), before the
+    job fails. labels: of the Job, JobSet or TrainJob. pod_patch: merged into the pod template.
     """
 
     image: str
@@ -438,7 +438,7 @@ class KubernetesSection:
     secret: str | None
     gpu_resource: str
     restarts: int
-    kind: str = "auto"  # job | jobset; auto in a recipe only
+    kind: str = "auto"  # job | jobset | trainjob; auto in a recipe only
     labels: Mapping[str, str] = field(default_factory=dict)
     pod_patch: JsonObject = field(default_factory=dict)
 

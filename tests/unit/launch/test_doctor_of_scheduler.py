@@ -169,6 +169,21 @@ def test_kubernetes_is_asked_about_the_manifests(
     assert not checks["pods"]["checked"] and "/shared/run" in checks["pods"]["told"]
 
 
+def test_a_trainjob_is_not_asked_about_before_its_runtime_is_there(
+    doctor: Callable[..., Any],
+) -> None:
+    code, checks, site = doctor(
+        {"kubernetes": {**KUBERNETES, "kind": "trainjob"}},
+        kubectl="[[ $1 != version ]] || echo 'Client Version: v1.33.0'",
+    )
+    assert code == 0 and checks["job"]["told"] == "the API server takes runtime.yaml"
+    calls = site.called()
+    for resource in ("trainjobs", "trainingruntimes"):
+        assert f"can-i create {resource}.trainer.kubeflow.org --namespace=team" in calls
+    assert "kubectl apply --dry-run=server -f launch/runtime.yaml" in calls
+    assert "trainjob.yaml" not in calls
+
+
 def test_kubernetes_says_what_is_wrong(doctor: Callable[..., Any]) -> None:
     script = """case "$*" in
 version*) ;;

@@ -18,6 +18,7 @@ from shardwright.launch.launchers.job_scheduler import (
     submission_refusal,
     submit_job,
 )
+from shardwright.launch.launchers.kubernetes_kinds import KUBERNETES_KINDS
 from shardwright.plan.plan import Plan
 from shardwright.recipe.kubernetes_pod_patch import POD_TEMPLATE_TYPE, PodFieldType, pod_fields_of
 from shardwright.recipe.recipe_types import POD_CONTAINER
@@ -30,24 +31,39 @@ from shardwright.utils.json_values import JsonObject, JsonValue
 ANY = PodFieldType(holds="map", item="any")
 
 
-def apply_pod_patch(manifest: str, patch: JsonObject) -> str:
-    """manifest: a Job or a JobSet, whose comments stay."""
+def apply_pod_patch(manifest: str, patch: JsonObject, container: str = POD_CONTAINER) -> str:
+    """manifest: one with a pod template, whose comments stay. container: what the ranks' container,
+    `ranks` in a patch, is called there."""
+    if container != POD_CONTAINER:
+        patch = _rename_container(patch, container)
     yaml = YAML(typ="rt")
     yaml.preserve_quotes = True
     yaml.width = 2**16  # a line is never folded
     yaml.indent(mapping=2, sequence=4, offset=2)
     document = yaml.load(manifest)
-    spec = document["spec"]
-    for job in spec.get("replicatedJobs", []):
-        spec = job["template"]["spec"]
-    _merge_fields(spec["template"], patch, POD_TEMPLATE_TYPE)
-    _follow_patch(spec["template"]["spec"], patch)
+    pods = document["spec"]
+    while "containers" not in pods.get("spec", {}):  # in a Job, in a JobSet, in a runtime
+        pods = pods["replicatedJobs"][0] if "replicatedJobs" in pods else pods
+        pods = pods["spec"] if "spec" in pods else pods["template"]
+    _merge_fields(pods, patch, POD_TEMPLATE_TYPE)
+    _follow_patch(pods["spec"], patch, container)
     out = io.StringIO()
     yaml.dump(document, out)
     return out.getvalue()
 
 
-def _follow_patch(pod: MutableMapping[str, Any], patch: JsonObject) -> None:
+def _rename_container(patch: JsonObject, container: str) -> JsonObject:
+    spec = patch.get("spec")
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("containers"), list):
+        return patch
+    containers = [
+        {**each, "name": container} if each["name"] == POD_CONTAINER else each
+        for each in cast("list[JsonObject]", spec["containers"])
+    ]
+    return {**patch, "spec": {**spec, "containers": containers}}
+
+
+def _follow_patch(pod: MutableMapping[str, Any], patch: JsonObject, name: str) -> None:
     """Change what a patch implies and does not say: a pod on its host's network asks the cluster's
     DNS for the other pods, and a limit of memory is the request, too."""
     if pod.get("hostNetwork") and "dnsPolicy" not in pod:
@@ -58,8 +74,8 @@ def _follow_patch(pod: MutableMapping[str, Any], patch: JsonObject) -> None:
         limits, requests = (
             cast(JsonObject, resources.get(key) or {}) for key in ("limits", "requests")
         )
-        if container["name"] == POD_CONTAINER and "memory" in limits and "memory" not in requests:
-            ranks = next(each for each in pod["containers"] if each["name"] == POD_CONTAINER)
+        if container["name"] == name and "memory" in limits and "memory" not in requests:
+            ranks = next(each for each in pod["containers"] if each["name"] == name)
             ranks["resources"]["requests"].pop("memory", None)
             if not ranks["resources"]["requests"]:
                 del ranks["resources"]["requests"]
@@ -150,15 +166,11 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
         yield HostCheck(
             name="cluster", told=f"{context} answers", problems=() if reached else (problem,)
         )
+    kind = KUBERNETES_KINDS[kubernetes.kind]
     if reached:
-        wanted = (
-            ["jobsets.jobset.x-k8s.io"]
-            if kubernetes.kind == "jobset"
-            else ["jobs.batch", "services"]
-        )
         answers = {
             name: run_scheduler_command("kubectl", "auth", "can-i", "create", name, *where)
-            for name in wanted
+            for name in kind.resources
         }
         problems = tuple(
             red(
@@ -169,31 +181,31 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
             for name, answer in answers.items()
             if answer.code != 0
         )
-        yield HostCheck(name="rights", told=f"may create {' and '.join(wanted)}", problems=problems)
+        yield HostCheck(
+            name="rights", told=f"may create {' and '.join(kind.resources)}", problems=problems
+        )
         # The API server judges each manifest whole, admission included, and keeps nothing.
         refused, names = [], []
-        for path in sorted((folder / "launch").glob("*.yaml")):
-            verb = "apply" if path.name == "service.yaml" else "create"
-            names.append(path.name)
+        for path in kind.dry_run:
+            verb = "apply" if path == kind.applied else "create"
+            names.append(path.removeprefix("launch/"))
             answer = run_scheduler_command(
-                "kubectl", verb, "--dry-run=server", "-f", f"launch/{path.name}", cwd=folder
+                "kubectl", verb, "--dry-run=server", "-f", path, cwd=folder
             )
             if answer.code != 0:
-                gone = f"kubectl delete -f launch/{path.name}"
+                gone = f"kubectl delete -f {path}"
                 exists = "AlreadyExists" in answer.err
-                no_controller = 'no matches for kind "JobSet"' in answer.err
+                no_controller = kind.controller and "no matches for kind" in answer.err
                 help = (
                     f"Delete the earlier object first: `{gone}`."
                     if exists
-                    else "Install the JobSet controller (https://jobset.sigs.k8s.io), or set "
-                    "launch.kubernetes.kind: job, and compile again."
+                    else f"Install {kind.controller}, or set launch.kubernetes.kind: job, and "
+                    "compile again."
                     if no_controller
                     else "Change launch.kubernetes, and compile again."
                 )
                 refused.append(
-                    red(
-                        "SW5315", f"Kubernetes would refuse launch/{path.name}: {answer.said}", help
-                    )
+                    red("SW5315", f"Kubernetes would refuse {path}: {answer.said}", help)
                 )
         yield HostCheck(
             name="job",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 
+from shardwright.launch.launchers.kubernetes_kinds import KUBERNETES_KINDS, MAX_SERVICE_NAME
 from shardwright.launch.launchers.kubernetes_launcher import apply_pod_patch
 from shardwright.launch.launchers.launcher_table import LAUNCHERS, RANKS_STEP
 from shardwright.layout.zero_settings import offloaded_bytes
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import POD_CONTAINER, POD_LABEL
+from shardwright.recipe.recipe_types import POD_LABEL
 from shardwright.utils.template_rendering import render_template
-
-PATCHED_MANIFESTS = ("launch/job.yaml", "launch/jobset.yaml")
 
 CORES_PER_GPU = 4
 """Cores that a Slurm job asks for per GPU of a node that it shares, where the recipe names none.
@@ -37,30 +36,25 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
     """Path in the compiled folder -> content. No host's name: those are bound when the run
     starts."""
     launcher, kubernetes = LAUNCHERS[plan.launch.launcher], plan.launch.kubernetes
-    templates = launcher.templates_by_kind.get(
-        "" if kubernetes is None else kubernetes.kind, launcher.templates
-    )
+    templates = dict(launcher.templates)
+    if kubernetes is not None:
+        templates |= launcher.templates_by_kind[kubernetes.kind]
     files = {
         path: text
         for path, template in templates.items()
         if (text := _render(f"launch/{template}", plan, path))  # nothing: no such file
     }
     if kubernetes is not None and kubernetes.pod_patch:
-        files |= {
-            path: apply_pod_patch(files[path], kubernetes.pod_patch)
-            for path in PATCHED_MANIFESTS
-            if path in files
-        }
+        kind = KUBERNETES_KINDS[kubernetes.kind]
+        files[kind.pod_template] = apply_pod_patch(
+            files[kind.pod_template], kubernetes.pod_patch, kind.container
+        )
     files["train.py"] = _render("launch/train.py.j2", plan, "train.py")
     if plan.launch.hostfile is not None:  # one that the recipe names replaces it
         files[plan.launch.hostfile] = _render("launch/hostfile.j2", plan, plan.launch.hostfile)
     return {name: text.encode("utf-8") for name, text in files.items()}
 
 
-MAX_SERVICE_NAME = 52
-"""Characters of the name that a Service, its Job and its pods share: a pod's number follows."""
-MAX_JOBSET_NAME = 43
-"""Leaves room for -ranks-0-12345-abcde in the 63 characters of a pod's name."""
 FINISHED_JOB_SECONDS = 7 * 24 * 3600
 """Is how long a job that has ended stays in the cluster."""
 HOST_BYTES_PER_GPU = 8 * 2**30
@@ -69,7 +63,7 @@ read."""
 
 
 def kubernetes_name(name: str, most: int = MAX_SERVICE_NAME) -> str:
-    """The recipe's name as that of a Service or JobSet: lower-case letters, digits and hyphens, a
+    """The recipe's name as that of a Kubernetes object: lower-case letters, digits and hyphens, a
     letter first. A name that is cut ends with a hash, so that two never become one."""
     text = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-")
     text = (text if text[:1].isalpha() else f"run-{text}").rstrip("-")
@@ -89,6 +83,8 @@ def requested_memory_gib(plan: Plan) -> int:
 
 
 def _render(template: str, plan: Plan, path: str) -> str:
+    kubernetes = plan.launch.kubernetes
+    kind = None if kubernetes is None else KUBERNETES_KINDS[kubernetes.kind]
     return render_template(
         template,
         plan=plan,
@@ -96,9 +92,9 @@ def _render(template: str, plan: Plan, path: str) -> str:
         launcher=LAUNCHERS[plan.launch.launcher],
         path=path,
         root="../" * path.count("/"),  # the compiled folder, from the script's own
-        container=POD_CONTAINER,
-        service_name=kubernetes_name(plan.name),
-        jobset_name=kubernetes_name(plan.name, MAX_JOBSET_NAME),
+        kubernetes=kubernetes,
+        kind=kind,
+        name="" if kind is None else kubernetes_name(plan.name, kind.max_name),
         pod_label=POD_LABEL,
         memory_request_gib=requested_memory_gib(plan),
         finished_job_seconds=FINISHED_JOB_SECONDS,

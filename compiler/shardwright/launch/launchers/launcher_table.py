@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.diagnostics.secret_values import MASK, is_secret_name, without_credentials
+from shardwright.launch.launchers.kubernetes_kinds import KUBERNETES_KINDS
 from shardwright.plan.folder_paths import HOSTFILE, SETUP_SCRIPT
 from shardwright.plan.hostfile import SHELL_SAFE
 from shardwright.plan.plan import Plan
@@ -81,11 +82,6 @@ class Launcher:
         return self.allocation is not None and self.allocation in os.environ
 
 
-_JOBSET = {
-    "launch.sh": "kubernetes.sh.j2",
-    "launch/jobset.yaml": "kubernetes_jobset.yaml.j2",
-    "launch/node.sh": "node.sh.j2",
-}
 _ROWS = (
     Launcher(name="local", templates={"launch.sh": "local.sh.j2"}, is_multi_node=False),
     Launcher(
@@ -130,13 +126,8 @@ _ROWS = (
     ),
     Launcher(
         name="kubernetes",
-        templates={
-            "launch.sh": "kubernetes.sh.j2",
-            "launch/service.yaml": "kubernetes_service.yaml.j2",
-            "launch/job.yaml": "kubernetes_job.yaml.j2",
-            "launch/node.sh": "node.sh.j2",
-        },
-        templates_by_kind={"jobset": _JOBSET},
+        templates={"launch.sh": "kubernetes.sh.j2", "launch/node.sh": "node.sh.j2"},
+        templates_by_kind={name: kind.templates for name, kind in KUBERNETES_KINDS.items()},
         program="kubectl",
         scheduler="shardwright.launch.launchers.kubernetes_launcher",
         node_rank_expression="${JOB_COMPLETION_INDEX:?an Indexed Job starts this file}",
@@ -299,6 +290,19 @@ def short_stop_warning(plan: Plan, save_seconds: float) -> tuple[Diagnostic, ...
 def _shown(name: str, value: str) -> str:
     """Return the value of a variable for a message."""
     return MASK if is_secret_name(name) else repr(without_credentials(value))
+
+
+def untested_launcher_warning(plan: Plan) -> tuple[Diagnostic, ...]:
+    """Warn where no run has used the launch files."""
+    kubernetes = plan.launch.kubernetes
+    if kubernetes is None or (checked := KUBERNETES_KINDS[kubernetes.kind].untested) is None:
+        return ()
+    key = "launch.kubernetes.kind"
+    message = (
+        f"{key}: {kubernetes.kind} has not run; its manifests were checked against {checked} only"
+    )
+    help = "Run `shardwright doctor DIR` first, and then a few steps."
+    return (found("SW5221", key, message, help, severity="warning"),)
 
 
 def unmounted_paths(plan: Plan) -> tuple[Diagnostic, ...]:

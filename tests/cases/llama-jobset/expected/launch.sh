@@ -7,6 +7,6 @@ here=${BASH_SOURCE[0]}
 CDPATH='' cd -- "${here%/*}/"
 kubectl create -f launch/jobset.yaml || {
   echo "launch.sh: where an earlier job is in the way: kubectl delete -f launch/jobset.yaml" >&2
-  echo "launch.sh: where the cluster has no JobSet controller: install it (jobset.sigs.k8s.io), or set launch.kubernetes.kind: job" >&2
+  echo "launch.sh: where the cluster has no JobSets: install the JobSet controller (https://jobset.sigs.k8s.io), or set launch.kubernetes.kind: job" >&2
   exit 1
 }

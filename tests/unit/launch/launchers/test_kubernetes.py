@@ -13,9 +13,17 @@ import jsonschema
 import kubernetes_validate
 import pytest
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet as JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import (
+    TrainerV1alpha1TrainJob as TrainJob,
+)
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
+    TrainerV1alpha1TrainingRuntime as TrainingRuntime,
+)
 from ruamel.yaml import YAML
 
+from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
+from shardwright.launch.launchers.kubernetes_kinds import KUBERNETES_KINDS
 from shardwright.launch.launchers.launch_files import kubernetes_name
 from shardwright.launch.launchers.launcher_table import plan_launch
 from shardwright.recipe import kubernetes_pod_patch
@@ -39,6 +47,13 @@ def published(manifest: dict[str, Any]) -> None:
         assert model is not None and model.to_dict() == manifest
         for job in manifest["spec"]["replicatedJobs"]:
             published({"apiVersion": "batch/v1", "kind": "Job", **job["template"]})
+    elif manifest["kind"] in ("TrainJob", "TrainingRuntime"):
+        model = (TrainJob if manifest["kind"] == "TrainJob" else TrainingRuntime).from_dict(
+            manifest
+        )
+        assert model is not None and model.to_dict() == manifest
+        if manifest["kind"] == "TrainingRuntime":
+            published({"kind": "JobSet", **manifest["spec"]["template"]})
     else:
         for version in KUBERNETES_VERSIONS:
             kubernetes_validate.validate(manifest, version, strict=True)
@@ -122,6 +137,61 @@ def test_kubernetes_jobset_starts_all_pods_again(compiled: Compile) -> None:
     assert len(f"{long}-ranks-0-12799-abcde") <= 63 and longer["metadata"]["name"] != long
 
 
+def test_a_trainjob_runs_the_jobset_of_its_own_runtime(compiled: Compile) -> None:
+    section = {
+        **KUBERNETES,
+        "namespace": "team",
+        "secret": "tokens",
+        "restarts": 5,
+        "labels": {"kueue.x-k8s.io/queue-name": "team"},
+    }
+    out = compiled({"kubernetes": {**section, "kind": "trainjob"}, "env_from": ["TOKEN"]})
+    train_job, runtime = (read(out / f"launch/{name}.yaml") for name in ("trainjob", "runtime"))
+    assert train_job["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": runtime["metadata"]["name"],
+    }
+    assert train_job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+    assert train_job["metadata"]["namespace"] == runtime["metadata"]["namespace"] == "team"
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 2}
+    jobset = runtime["spec"]["template"]["spec"]
+    (node,) = jobset["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    # Kubeflow Trainer refuses a runtime without this label and this name of the container.
+    step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert node["template"]["metadata"]["labels"] == step
+    assert [container["name"] for container in pod["containers"]] == ["node"]
+    rules = node["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert rules[1]["onExitCodes"]["containerName"] == "node"
+    assert {"name": "MASTER_ADDR", "value": "small-node-0-0.small"} in pod["containers"][0]["env"]
+    # But for these names it is the JobSet that `kind: jobset` makes.
+    as_jobset = compiled({"kubernetes": {**section, "kind": "jobset"}, "env_from": ["TOKEN"]})
+    expected = read(as_jobset / "launch/jobset.yaml")["spec"]
+    del expected["ttlSecondsAfterFinished"], node["template"]["metadata"]
+    node["name"] = pod["containers"][0]["name"] = "ranks"
+    rules[1]["onExitCodes"]["containerName"] = "ranks"
+    pod["containers"][0]["env"][0]["value"] = "small-ranks-0-0.small"
+    assert jobset == expected
+
+
+def test_a_trainjob_is_created_after_its_runtime(compiled: Compile, tmp_path: Path) -> None:
+    out = compiled({"kubernetes": {**KUBERNETES, "kind": "trainjob"}})
+    assert start(out, install(tmp_path / "bin")).stdout == (
+        "kubectl:<apply><-f><launch/runtime.yaml>\nkubectl:<create><-f><launch/trainjob.yaml>\n"
+    )
+
+
+@pytest.mark.parametrize(("kind", "codes"), [("trainjob", ["SW5221"]), ("jobset", [])])
+def test_a_kind_that_has_not_run_is_warned_of(
+    kind: str, codes: list[str], write_recipe: Callable[..., Path]
+) -> None:
+    section = {**KUBERNETES, "kind": kind}
+    path = write_recipe({**TWO_NODES, "launch": {"kubernetes": section}})
+    warnings = compile_recipe(load_recipe(path)).warnings
+    assert [each.code for each in warnings if each.code == "SW5221"] == codes
+
+
 PATCH: dict[str, Any] = {
     "metadata": {"annotations": {"on": "yes"}},
     "spec": {
@@ -152,18 +222,18 @@ PATCH: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize("kind", list(KUBERNETES_KINDS))
 def test_kubernetes_pod_patch(kind: str, compiled: Compile) -> None:
     labels = {"kueue.x-k8s.io/queue-name": "team"}
     section = {**KUBERNETES, "kind": kind, "labels": labels, "pod_patch": PATCH}
     out = compiled({"kubernetes": section})
-    manifest = read(out / f"launch/{kind}.yaml")
-    assert manifest["metadata"]["labels"] == labels
-    job = (
-        manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-        if kind == "jobset"
-        else manifest["spec"]
-    )
+    row = KUBERNETES_KINDS[kind]
+    assert read(out / row.created)["metadata"]["labels"] == labels
+    job = read(out / row.pod_template)["spec"]
+    if kind == "trainjob":
+        job = job["template"]["spec"]
+    if kind != "job":
+        job = job["replicatedJobs"][0]["template"]["spec"]
     template, pod = job["template"], job["template"]["spec"]
     assert template["metadata"] == {
         "labels": {"app.kubernetes.io/name": "small", POD_LABEL: "small"},
@@ -191,7 +261,7 @@ def test_kubernetes_pod_patch(kind: str, compiled: Compile) -> None:
     ]
     memory = {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "200Gi"}}
     assert pod["volumes"][1:] == [memory, {"name": "scratch", "hostPath": {"path": "/raid"}}]
-    assert "# NCCL and gloo share memory" in (out / f"launch/{kind}.yaml").read_text()
+    assert "# NCCL and gloo share memory" in (out / row.pod_template).read_text()
 
 
 RANKS = ("spec", "containers", 0)
