@@ -477,8 +477,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["low_precision"]["experts"]
     if not plan.checkpoint.in_memory:
         del document["checkpoint"]["in_memory"], document["checkpoint"]["in_memory_every"]
-    if plan.launch.recovery is None:
-        del document["launch"]["recovery"]
+    for name in ("recovery", "task"):
+        if document["launch"][name] is None:
+            del document["launch"][name]
     if plan.outer is None:
         del (
             document["outer"],

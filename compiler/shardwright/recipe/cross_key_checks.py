@@ -28,6 +28,7 @@ from shardwright.recipe.objectives import (
 from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
 from shardwright.recipe.sbatch_options import sbatch_option_errors
+from shardwright.recipe.task_options import TASK_SERVICES, task_option_errors
 from shardwright.utils.divisors import (
     context_degrees,
     degree_mismatch,
@@ -470,6 +471,31 @@ def schedulers(view: DocumentView) -> Iterator[Diagnostic]:
             "`launch`."
         )
         yield found("SW1201", "launch.launcher", message, help)
+
+
+@cross_check("launch.launcher", "launch.task", "cluster.gpu")
+def task_keys(view: DocumentView) -> Iterable[Diagnostic]:
+    launcher, given = view.get("launch.launcher"), view.get("launch.task") is not None
+    services = tuple(TASK_SERVICES)
+    if launcher not in TASK_SERVICES:
+        if given:
+            message = f"a task section has no effect with launcher: {launcher or 'auto'}"
+            help = f"Remove it, or write `launcher: {join_with_or(services)}`."
+            yield found("SW1208", "launch.task", message, help)
+        return
+    launcher = str(launcher)
+    if not given:
+        message = f"launcher: {launcher} needs launch.task, with the folder on the nodes"
+        help = "Add `task: {directory: /shared/..., gpu: H100}` under `launch`."
+        yield found("SW1201", "launch.launcher", message, help)
+        return
+    if view.get("cluster.gpu") != "cpu" and view.get("launch.task.gpu") is None:
+        message = f"launch.task.gpu: {TASK_SERVICES[launcher]} has its own names of GPUs"
+        help = "Write the name under which it lists the GPU of cluster.gpu, such as `gpu: H100`."
+        yield found("SW1256", "launch.task", message, help)
+    options = view.get("launch.task.options")
+    if isinstance(options, dict):
+        yield from task_option_errors(options, launcher)
 
 
 @cross_check("launch.recovery", "cluster.nodes", "cluster.islands", all_islands=True)

@@ -444,6 +444,20 @@ class KubernetesSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSection:
+    """Configures the task of a service that rents or schedules the nodes. directory: the compiled
+    folder on every node. gpu: as the service calls it. volumes: path on the nodes -> name. options:
+    more of the task's file.
+    """
+
+    directory: str
+    gpu: str | None = None
+    image: str | None = None
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverySection:
     """Limits what `run --supervise` does when a run ends early.
 
@@ -465,12 +479,12 @@ class LaunchSection:
     """Configures the launch. hostfile, setup_script: absolute; in a plan relative to the compiled
     folder.
 
-    Without a hostfile the hosts are named when the run starts. slurm, kubernetes: in a plan set
-    only for that launcher. outer_store: address of the islands' store, None without islands.
+    Without a hostfile the hosts are named when the run starts. slurm, kubernetes, task: in a plan
+    set only for that launcher. outer_store: address of the islands' store, None without islands.
     recovery: None where the recipe has none.
     """
 
-    launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
+    launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes | skypilot | dstack
     hostfile: str | None
     master_addr: str | None  # None = auto
     master_port: int | None
@@ -479,6 +493,7 @@ class LaunchSection:
     setup_script: str | None
     slurm: SlurmSection | None = None
     kubernetes: KubernetesSection | None = None
+    task: TaskSection | None = None
     outer_store: str | None = None
     recovery: RecoverySection | None = None
 

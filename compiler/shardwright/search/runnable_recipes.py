@@ -77,8 +77,10 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
             ),
         ),
         "launch.launcher": (
-            launch.kubernetes is not None or launch.launcher == "kubernetes",
-            "Use another launcher: a pod of one island was not tried.",
+            launch.kubernetes is not None
+            or launch.task is not None
+            or launch.launcher == "kubernetes",
+            "Use another launcher: a pod or a task of one island was not tried.",
         ),
     }
     for key, (is_wrong, help) in beside.items():

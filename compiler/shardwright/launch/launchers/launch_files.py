@@ -8,6 +8,12 @@ import math
 from shardwright.launch.launchers.kubernetes_kinds import KUBERNETES_KINDS, MAX_SERVICE_NAME
 from shardwright.launch.launchers.kubernetes_launcher import apply_pod_patch
 from shardwright.launch.launchers.launcher_table import LAUNCHERS, RANKS_STEP
+from shardwright.launch.launchers.task_launcher import (
+    MAX_TASK_NAME,
+    TASK_FILE,
+    error_events,
+    merge_task_options,
+)
 from shardwright.layout.zero_settings import offloaded_bytes
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import POD_LABEL
@@ -49,6 +55,9 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
         files[kind.pod_template] = apply_pod_patch(
             files[kind.pod_template], kubernetes.pod_patch, kind.container
         )
+    if plan.launch.task is not None:
+        options = plan.launch.task.options
+        files[TASK_FILE] = merge_task_options(files[TASK_FILE], options)
     files["train.py"] = _render("launch/train.py.j2", plan, "train.py")
     if plan.launch.hostfile is not None:  # one that the recipe names replaces it
         files[plan.launch.hostfile] = _render("launch/hostfile.j2", plan, plan.launch.hostfile)
@@ -94,7 +103,8 @@ def _render(template: str, plan: Plan, path: str) -> str:
         root="../" * path.count("/"),  # the compiled folder, from the script's own
         kubernetes=kubernetes,
         kind=kind,
-        name="" if kind is None else kubernetes_name(plan.name, kind.max_name),
+        name=kubernetes_name(plan.name, MAX_TASK_NAME if kind is None else kind.max_name),
+        error_events=error_events(plan.launch.recovery),
         pod_label=POD_LABEL,
         memory_request_gib=requested_memory_gib(plan),
         finished_job_seconds=FINISHED_JOB_SECONDS,

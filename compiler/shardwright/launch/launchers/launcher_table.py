@@ -9,7 +9,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardwright.diagnostics import Diagnostic, found
@@ -23,8 +23,10 @@ from shardwright.recipe.recipe_types import (
     KubernetesSection,
     LaunchSection,
     Recipe,
+    RecoverySection,
     SlurmSection,
 )
+from shardwright.recipe.task_options import TASK_SERVICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,9 @@ class Launcher:
     has_separate_filesystem: the ranks see other files than this machine. meets_by_host_name: they
     meet at a node's name, not its address. restarts_in_allocation: `run --supervise` restarts the
     ranks on the allocation's nodes.
+    own_restart_keys: the keys of `launch.recovery` that its scheduler's restarts take; None where
+    it refuses the section. restart_limit: what limits them, where `retries` does not.
+    untested: how its files were checked, where no run has used them.
     """
 
     name: str
@@ -66,6 +71,9 @@ class Launcher:
     has_separate_filesystem: bool = False
     meets_by_host_name: bool = False
     restarts_in_allocation: bool = False
+    own_restart_keys: tuple[str, ...] | None = None
+    restart_limit: str | None = None
+    untested: str | None = None
 
     @property
     def submits(self) -> bool:
@@ -133,6 +141,35 @@ _ROWS = (
         node_rank_expression="${JOB_COMPLETION_INDEX:?an Indexed Job starts this file}",
         has_separate_filesystem=True,
     ),
+    Launcher(
+        name="skypilot",
+        templates={
+            "launch.sh": "skypilot.sh.j2",
+            "launch/task.yaml": "skypilot_task.yaml.j2",
+            "launch/node.sh": "node.sh.j2",
+        },
+        program="sky",
+        scheduler="shardwright.launch.launchers.task_launcher",
+        node_rank_expression="${SKYPILOT_NODE_RANK:?SkyPilot starts this file}",
+        has_separate_filesystem=True,
+        own_restart_keys=("retries",),
+        untested="SkyPilot's published schema (0.14)",
+    ),
+    Launcher(
+        name="dstack",
+        templates={
+            "launch.sh": "dstack.sh.j2",
+            "launch/task.yaml": "dstack_task.yaml.j2",
+            "launch/node.sh": "node.sh.j2",
+        },
+        program="dstack",
+        scheduler="shardwright.launch.launchers.task_launcher",
+        node_rank_expression="${DSTACK_NODE_RANK:?dstack starts this file}",
+        has_separate_filesystem=True,
+        own_restart_keys=("on",),
+        restart_limit="dstack restarts for as long as its `retry.duration`",
+        untested="dstack's published schema (0.22)",
+    ),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ROWS}
 RANKS_STEP = "ranks"
@@ -148,7 +185,7 @@ def resolve_launcher(launch: LaunchSection, nodes: int) -> Launcher:
     """auto, settled by what the recipe holds."""
     if launch.launcher != "auto":
         return LAUNCHERS[launch.launcher]
-    given = (row for row in _ROWS if row.scheduler and getattr(launch, row.name) is not None)
+    given = (row for row in _ROWS if row.scheduler and getattr(launch, row.name, None) is not None)
     return next(given, LAUNCHERS[SINGLE_NODE_LAUNCHER if nodes == 1 else MULTI_NODE_LAUNCHER])
 
 
@@ -171,6 +208,7 @@ def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> Laun
         setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
         slurm=(launch.slurm or SlurmSection(mem="0")) if launcher.name == "slurm" else None,
         kubernetes=_with_kind(launch.kubernetes, nodes) if launcher.name == "kubernetes" else None,
+        task=launch.task if launcher.name in TASK_SERVICES else None,
     )
 
 
@@ -196,7 +234,9 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     if launcher.scheduler and launch.hostfile is not None:
         message = f"launch.hostfile: under {launcher.name} the hosts come from the scheduler"
         wrong.append(found("SW5207", "launch.hostfile", message, "Remove it."))
-    if launch.recovery is not None and not launcher.can_restart:
+    if launch.recovery is not None and launcher.own_restart_keys is not None:
+        wrong += _recovery_errors(launch.recovery, launcher)
+    elif launch.recovery is not None and not launcher.can_restart:
         does = "schedules" if launcher.scheduler else "does not start"
         message = (
             f"launch.recovery: {launcher.name} {does} the nodes, so nothing here restarts them"
@@ -230,6 +270,17 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
             if not SHELL_SAFE.fullmatch(value)
         ]
     return tuple(wrong)
+
+
+def _recovery_errors(recovery: RecoverySection, launcher: Launcher) -> Iterator[Diagnostic]:
+    """Yield SW5222 for each setting that the scheduler's own restarts do not have."""
+    for key in dataclasses.fields(RecoverySection):
+        value = getattr(recovery, key.name)
+        if key.name in (launcher.own_restart_keys or ()) or value == key.default:
+            continue
+        message = f"launch.recovery.{key.name}: {launcher.name}'s own restarts have no such setting"
+        help = "Remove it, or use a launcher whose runs `run --supervise` restarts."
+        yield found("SW5222", f"launch.recovery.{key.name}", message, help)
 
 
 _REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*)|^~(?=/|$)")
@@ -293,23 +344,36 @@ def _shown(name: str, value: str) -> str:
 
 
 def untested_launcher_warning(plan: Plan) -> tuple[Diagnostic, ...]:
-    """Warn where no run has used the launch files."""
-    kubernetes = plan.launch.kubernetes
-    if kubernetes is None or (checked := KUBERNETES_KINDS[kubernetes.kind].untested) is None:
-        return ()
-    key = "launch.kubernetes.kind"
-    message = (
-        f"{key}: {kubernetes.kind} has not run; its manifests were checked against {checked} only"
-    )
-    help = "Run `shardwright doctor DIR` first, and then a few steps."
-    return (found("SW5221", key, message, help, severity="warning"),)
+    """Warn where no run has used the launch files, and where `retries` does not limit restarts."""
+    launcher, kubernetes = LAUNCHERS[plan.launch.launcher], plan.launch.kubernetes
+    key, name, checked = "launch.launcher", launcher.name, launcher.untested
+    if kubernetes is not None:
+        key, name = "launch.kubernetes.kind", kubernetes.kind
+        checked = KUBERNETES_KINDS[kubernetes.kind].untested
+    warnings = []
+    if checked is not None:
+        message = f"{key}: {name} has not run; its files were checked against {checked} only"
+        help = "Train a few steps first, and look whether they end and resume as they should."
+        warnings.append(found("SW5221", key, message, help, severity="warning"))
+    if launcher.restart_limit is not None and plan.launch.recovery is not None:
+        key = "launch.recovery.retries"
+        message = f"{key} has no effect: {launcher.restart_limit}"
+        help = "Stop a run that fails again and again by hand."
+        warnings.append(found("SW5223", key, message, help, severity="warning"))
+    return tuple(warnings)
 
 
 def unmounted_paths(plan: Plan) -> tuple[Diagnostic, ...]:
     """Warnings for what the ranks read or write and their container or pod, by the recipe, does not
     mount. An image may have it all the same."""
-    slurm, kubernetes = plan.launch.slurm, plan.launch.kubernetes
-    if slurm is not None and slurm.container is not None:
+    slurm, kubernetes, task = plan.launch.slurm, plan.launch.kubernetes, plan.launch.task
+    if task is not None and task.volumes:
+        mounted = tuple(task.volumes)
+        where, help = (
+            "launch.task.volumes",
+            "Copy the file or folder to a volume, and write the path as the nodes have it.",
+        )
+    elif slurm is not None and slurm.container is not None:
         mounted = tuple(mount.split(":")[1] for mount in slurm.container.mounts)
         where, help = (
             "launch.slurm.container.mounts",

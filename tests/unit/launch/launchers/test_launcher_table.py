@@ -15,6 +15,7 @@ from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
+from shardwright.recipe.task_options import TASK_SERVICES
 from shardwright.utils.installation import templates_folder
 
 START = re.compile(r'include "launch/start/" ~ plan.target ~ "/([^"]+)"')
@@ -23,7 +24,12 @@ START = re.compile(r'include "launch/start/" ~ plan.target ~ "/([^"]+)"')
 def test_the_recipe_offers_the_table() -> None:
     launch = schema_properties(schema_properties(recipe_schema(), {})["launch"], {})
     assert set(launch["launcher"]["enum"]) == {"auto", *LAUNCHERS}  # type: ignore[arg-type]
-    assert {row.name for row in LAUNCHERS.values() if row.scheduler} <= launch.keys()
+    sections = {
+        "task" if row.name in TASK_SERVICES else row.name
+        for row in LAUNCHERS.values()
+        if row.scheduler
+    }
+    assert sections <= launch.keys()
 
 
 def test_a_scheduler_has_what_its_launcher_calls() -> None:

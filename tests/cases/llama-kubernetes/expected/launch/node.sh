@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 export NCCL_DEBUG=WARN
 # `shardwright run` is not there to choose a checkpoint: rank 0 does.
 export SHARDWRIGHT_RESUME=${SHARDWRIGHT_RESUME:-auto}
-export SHARDWRIGHT_PREEMPTED_EXIT=75 # a pod that was told to stop has not succeeded: the job starts it again
+export SHARDWRIGHT_PREEMPTED_EXIT=75 # a node that was told to stop has not succeeded: it is started again
 # SIGTERM, which schedulers send to some or all processes before they end them, asks the ranks to save and stop.
 # DeepSpeed's launcher would end the ranks: it is started with SIGTERM blocked.
 signals=0

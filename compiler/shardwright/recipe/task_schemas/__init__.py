@@ -1,0 +1,1 @@
+"""The published JSON schemas of the task files of SkyPilot and dstack."""
