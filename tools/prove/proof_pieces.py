@@ -427,6 +427,10 @@ PIECES: dict[str, Piece] = {
         source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
         hosts=True,
     ),
+    "recovery-jobset": Piece(
+        tests=("tests/launch/test_jobset_pods.py",),
+        source_paths=(*CHECKPOINTS, *RUN, "supervise"),
+    ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), source_paths=("layout",)),
     "hosts": Piece(
         tests=("tests/launch/test_hosts.py",), source_paths=LAUNCH, areas=("hosts",), hosts=True

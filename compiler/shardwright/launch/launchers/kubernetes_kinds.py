@@ -26,6 +26,7 @@ class KubernetesKind:
     resources: what the user must be allowed to create. controller: what the cluster needs beside
     Kubernetes. replicated_job: the name of the JobSet's one group of pods. container: the name of
     the ranks' container. max_name: most characters of the object's name.
+    replans: whether all pods restart together, so that they can agree on a plan for fewer nodes.
     untested: how the manifests were checked, for a kind that has not run.
     """
 
@@ -40,6 +41,7 @@ class KubernetesKind:
     replicated_job: str | None = None
     container: str = POD_CONTAINER
     max_name: int = MAX_JOBSET_NAME
+    replans: bool = False
     untested: str | None = None
 
     @property
@@ -64,7 +66,11 @@ KUBERNETES_KINDS: Mapping[str, KubernetesKind] = {
     ),
     "jobset": KubernetesKind(
         title="JobSet",
-        templates={"launch/jobset.yaml": "kubernetes_jobset.yaml.j2"},
+        templates={
+            "launch/jobset.yaml": "kubernetes_jobset.yaml.j2",
+            "launch/pod.sh": "kubernetes_pod.sh.j2",
+        },
+        replans=True,
         created="launch/jobset.yaml",
         pod_template="launch/jobset.yaml",
         dry_run=("launch/jobset.yaml",),
@@ -77,7 +83,9 @@ KUBERNETES_KINDS: Mapping[str, KubernetesKind] = {
         templates={
             "launch/runtime.yaml": "kubernetes_training_runtime.yaml.j2",
             "launch/trainjob.yaml": "kubernetes_trainjob.yaml.j2",
+            "launch/pod.sh": "kubernetes_pod.sh.j2",
         },
+        replans=True,
         created="launch/trainjob.yaml",
         applied="launch/runtime.yaml",
         pod_template="launch/runtime.yaml",

@@ -234,15 +234,21 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     if launcher.scheduler and launch.hostfile is not None:
         message = f"launch.hostfile: under {launcher.name} the hosts come from the scheduler"
         wrong.append(found("SW5207", "launch.hostfile", message, "Remove it."))
-    if launch.recovery is not None and launcher.own_restart_keys is not None:
-        wrong += _recovery_errors(launch.recovery, launcher)
+    restart_keys = launcher.own_restart_keys
+    if launch.kubernetes is not None:
+        kind = _with_kind(launch.kubernetes, nodes)
+        if kind is not None and KUBERNETES_KINDS[kind.kind].replans:
+            restart_keys = ("min_nodes",)
+    if launch.recovery is not None and restart_keys is not None:
+        wrong += _recovery_errors(launch.recovery, launcher, restart_keys)
     elif launch.recovery is not None and not launcher.can_restart:
         does = "schedules" if launcher.scheduler else "does not start"
         message = (
             f"launch.recovery: {launcher.name} {does} the nodes, so nothing here restarts them"
         )
         help = {
-            "kubernetes": "Remove it; `launch.kubernetes.restarts` restarts the pods.",
+            "kubernetes": "Remove it, as `launch.kubernetes.restarts` restarts the pods, or write "
+            "`kind: jobset`.",
         }.get(launcher.name, "Remove it, or use another launcher.")
         wrong.append(found("SW5214", "launch.recovery", message, help))
     elif (
@@ -272,11 +278,13 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     return tuple(wrong)
 
 
-def _recovery_errors(recovery: RecoverySection, launcher: Launcher) -> Iterator[Diagnostic]:
+def _recovery_errors(
+    recovery: RecoverySection, launcher: Launcher, keys: tuple[str, ...]
+) -> Iterator[Diagnostic]:
     """Yield SW5222 for each setting that the scheduler's own restarts do not have."""
     for key in dataclasses.fields(RecoverySection):
         value = getattr(recovery, key.name)
-        if key.name in (launcher.own_restart_keys or ()) or value == key.default:
+        if key.name in keys or value == key.default:
             continue
         message = f"launch.recovery.{key.name}: {launcher.name}'s own restarts have no such setting"
         help = "Remove it, or use a launcher whose runs `run --supervise` restarts."

@@ -25,11 +25,11 @@ from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.launchers.kubernetes_kinds import KUBERNETES_KINDS
 from shardwright.launch.launchers.launch_files import kubernetes_name
-from shardwright.launch.launchers.launcher_table import plan_launch
+from shardwright.launch.launchers.launcher_table import check_launch, plan_launch
 from shardwright.recipe import kubernetes_pod_patch
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import POD_LABEL
-from tests.unit.launch.launchers.fake_programs import install, start
+from tests.unit.launch.launchers.fake_programs import install, shell_warnings, start
 from tests.unit.launch.launchers.two_node_recipes import KUBERNETES, TWO_NODES, Compile
 from tools.generate import kubernetes_pod_fields
 
@@ -173,6 +173,43 @@ def test_a_trainjob_runs_the_jobset_of_its_own_runtime(compiled: Compile) -> Non
     rules[1]["onExitCodes"]["containerName"] = "ranks"
     pod["containers"][0]["env"][0]["value"] = "small-ranks-0-0.small"
     assert jobset == expected
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_pods_that_train_on_fewer_nodes(kind: str, compiled: Compile) -> None:
+    section = {"kubernetes": {**KUBERNETES, "kind": kind}}
+    without = compiled(section)
+    assert not (without / "launch/pod.sh").exists()
+    out = compiled({**section, "recovery": {"min_nodes": 1}})
+    spec = read(out / KUBERNETES_KINDS[kind].pod_template)["spec"]
+    jobset = spec["template"]["spec"] if kind == "trainjob" else spec
+    job = jobset["replicatedJobs"][0]["template"]["spec"]
+    # The pod without a node never succeeds.
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"] == ["bash", "launch/pod.sh"]
+    paths = {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
+    assert paths == {"POD_UID": "metadata.uid", "POD_IP": "status.podIP"}
+    script = (out / "launch/pod.sh").read_bytes()
+    assert b"exec python -m shardwright.supervise.jobset_pods" in script
+    assert not shell_warnings(script)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recovery", "code"),
+    [
+        ("jobset", {"min_nodes": 1}, []),
+        ("trainjob", {"retries": 9}, ["SW5222"]),
+        ("jobset", {"spares": 1}, ["SW5222"]),
+        ("job", {"min_nodes": 1}, ["SW5214"]),
+    ],
+)
+def test_recovery_in_kubernetes(
+    kind: str, recovery: dict[str, Any], code: list[str], write_recipe: Callable[..., Path]
+) -> None:
+    launch = {"kubernetes": {**KUBERNETES, "kind": kind}, "recovery": recovery}
+    errors = check_launch(load_recipe(write_recipe({**TWO_NODES, "launch": launch})))
+    assert [each.code for each in errors] == code
 
 
 def test_a_trainjob_is_created_after_its_runtime(compiled: Compile, tmp_path: Path) -> None:
