@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwright.checkpoint.checkpoint_storage import published_steps
 from shardwright.checkpoint.resume_checkpoint import checkpoint_root
@@ -93,8 +94,8 @@ class PodFiles:
             document = _read(path)
             if document is None or document["uid"] == self.own.uid:
                 continue
-            beat = int(str(document.pop("beat")))
-            pod = Pod(**document)  # type: ignore[arg-type]
+            beat = int(document.pop("beat"))
+            pod = Pod(**document)
             last, changed = self._beats.get(pod.uid, (beat, None))
             if beat != last:
                 changed = now
@@ -107,14 +108,14 @@ class PodFiles:
         document = _read(self.folder / MEMBERS_FILE)
         if document is None:
             return None
-        pods = tuple(Pod(**pod) for pod in document["pods"])  # type: ignore[arg-type,union-attr]
+        pods = tuple(Pod(**pod) for pod in document["pods"])
         return Members(pods=pods, folder=str(document["folder"]))
 
     def write_members(self, members: Members) -> None:
         write_atomically(self.folder / MEMBERS_FILE, strict_json(asdict(members)) + "\n")
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

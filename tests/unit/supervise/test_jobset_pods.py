@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_a_pod_is_there_while_its_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(jobset_pods.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     earlier = PodFiles(tmp_path, pod(2, start=0))
     earlier.beat()  # the pod of the start before, which has gone
     first, second = PodFiles(tmp_path, pod(0)), PodFiles(tmp_path, pod(1))
