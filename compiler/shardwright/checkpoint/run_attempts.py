@@ -83,9 +83,13 @@ def record_memory_resume(folder: Path, number: int, step: int) -> None:
     write_attempt_record(folder, replace(read_attempt_record(folder), memory_step=step))
 
 
+DEGREES = ("tensor", "pipeline", "data", "zero_stage", "expert", "context", "virtual_stages")
+
+
 def layout_text(plan: Plan) -> str:
     """Return the layout's degrees, as `plan` prints them."""
-    return plan.strategy.describe().partition(" micro_batch_size=")[0]
+    words = plan.strategy.describe().split()
+    return " ".join(word for word in words if word.partition("=")[0] in DEGREES)
 
 
 def record_end(

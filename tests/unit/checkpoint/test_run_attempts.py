@@ -6,11 +6,12 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.run_attempts import KEPT_ATTEMPTS, record_end
+from shardwright.checkpoint.run_attempts import KEPT_ATTEMPTS, layout_text, record_end
 from shardwright.cli import main as cli
 from shardwright.launch import launcher_process
 from shardwright.launch.launcher_process import LauncherEnd
@@ -32,6 +33,13 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture
 def plan(out: Path) -> Plan:
     return load_plan(out)
+
+
+def test_a_layout_is_told_with_its_context_and_expert_ranks(plan: Plan) -> None:
+    assert layout_text(plan) == "tensor=2 pipeline=2 data=1 zero_stage=1"
+    many = replace(plan.strategy, context=2, expert=4, data=8, micro_batch_size=3)
+    text = "tensor=2 pipeline=2 data=8 zero_stage=1 expert=4 context=2"
+    assert layout_text(replace(plan, strategy=many)) == text
 
 
 def leave(out: Path, number: int) -> None:
