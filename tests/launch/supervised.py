@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.monitor.attempt_records import read_attempts
 from shardwright.utils.numeric_difference import max_series_diff
 from tests.parity.harness import STEPS, Case, metrics, must, recipe, shardwright, write_inputs
 
 EVERY = 2
 LOSS_TOLERANCE = 1e-6
+RESTART_SECONDS = 60.0
+"""Limits the time from the last step to the start of the next attempt."""
 
 PLANT = """
 import dataclasses, math, os, signal, time
@@ -87,8 +93,46 @@ def status(out: Path) -> dict[str, Any]:
     return document
 
 
-def check_same_losses(out: Path, whole: Path, *, relative: bool = False) -> None:
-    """One line a step, and the losses of the run that was not interrupted.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartSeconds:
+    """Hold the parts of a restart.
+
+    noticed: from the last step to the end of the attempt; None where the attempt trained no step.
+    decided: from there to the start of the next attempt. started: from there to its first step.
+    """
+
+    noticed: float | None
+    decided: float
+    started: float
+
+    def check(self) -> None:
+        """Assert that the restart took a minute at most, without its start-up."""
+        assert (self.noticed or 0) + self.decided <= RESTART_SECONDS, self
+
+    def figures(self) -> dict[str, float]:
+        return {
+            f"seconds_{name}": round(getattr(self, name) or 0.0, 1)
+            for name in ("noticed", "decided", "started")
+        }
+
+
+def restart_seconds(out: Path) -> Iterator[RestartSeconds]:
+    """Yield the parts of each restart of a run whose last attempt trained."""
+    attempts = read_attempts(out)
+    for before, after in itertools.pairwise(attempts):
+        end, last = before["end"]["time"], before["end"]["last_step_time"]
+        start, first = after["start"]["time"], after["end"]["first_step_time"]
+        if first is not None:
+            yield RestartSeconds(
+                noticed=None if last is None else end - last,
+                decided=start - end,
+                started=first - start,
+            )
+
+
+def check_same_losses(out: Path, whole: Path, *, relative: bool = False) -> float:
+    """One line a step, and the losses of the run that was not interrupted. Return the largest
+    difference.
 
     relative: of another layout, whose sums are rounded in another order
     """
@@ -98,6 +142,15 @@ def check_same_losses(out: Path, whole: Path, *, relative: bool = False) -> None
         [m["loss"] for m in lines], [m["loss"] for m in wanted], relative=relative
     )
     assert off <= LOSS_TOLERANCE, off
+    return off
 
 
-__all__ = ["EVERY", "STEPS", "check_same_losses", "compile_with_faults", "status"]
+__all__ = [
+    "EVERY",
+    "STEPS",
+    "RestartSeconds",
+    "check_same_losses",
+    "compile_with_faults",
+    "restart_seconds",
+    "status",
+]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.launch.supervised import (
     STEPS,
     check_same_losses,
     compile_with_faults,
+    restart_seconds,
     status,
     write_supervised_recipe,
 )
@@ -245,7 +247,7 @@ CHAOS_FAULTS, CHAOS_SEED = 30, 5
 
 
 @pytest.mark.prove
-def test_thirty_random_faults_in_one_run(tmp_path: Path) -> None:
+def test_thirty_random_faults_in_one_run(tmp_path: Path, proved: Any) -> None:
     """Each attempt ends at a random step: a rank is killed, raises, or is told to stop."""
     choice, faults, expected = random.Random(CHAOS_SEED), [], []
     start = before = 0
@@ -264,13 +266,22 @@ def test_thirty_random_faults_in_one_run(tmp_path: Path) -> None:
     must(shardwright("run", whole))
     out = compile_with_faults(path, tmp_path / "out", *faults)
     must(shardwright("run", out, "--supervise", timeout=3000))
-    check_same_losses(out, whole)
+    off = check_same_losses(out, whole)
     *ended_early, last = status(out)["attempts"]
     found = [(a["number"], a["cause"], a["started_step"], a["ended_step"]) for a in ended_early]
     assert found == expected
     assert (last["cause"], last["ended_step"]) == (None, steps)
     # From the last step that counts to the next one: repeated steps, noticing, and starting again.
-    print(f"seconds lost by a fault: {max(a['seconds_lost'] for a in ended_early):.1f} at most")
+    lost = max(a["seconds_lost"] for a in ended_early)
+    restarts = list(restart_seconds(out))
+    for restart in restarts:
+        restart.check()
+    largest = {
+        part: max(restart.figures()[part] for restart in restarts) for part in restarts[0].figures()
+    }
+    figures = {"faults": CHAOS_FAULTS, "loss_difference": off, "seconds_lost": round(lost, 1)}
+    proved("recovery", "random faults in one run, at most", {**figures, **largest})
+    print({**figures, **largest})
 
 
 def test_two_supervisors_and_one_that_is_killed(tmp_path: Path) -> None:

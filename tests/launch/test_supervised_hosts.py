@@ -6,28 +6,32 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright.checkpoint.checkpoint_storage import published_steps
+from shardwright.monitor.attempt_records import read_attempts
 from tests.launch.hosts import Host, hosts, why_not
-from tests.launch.supervised import check_same_losses, status
+from tests.launch.supervised import check_same_losses, restart_seconds, status
 from tests.launch.test_hosts import hostfile, start
 from tests.launch.wait_until import wait_until
 from tests.parity.harness import Case, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
-STEPS, EVERY = 160, 10
+STEPS, EVERY, MEMORY_EVERY = 160, 10, 5
 THREE = Case(model="gpt2", data=3, nodes=3)
 TWO = Case(model="gpt2", pipeline=2, nodes=2, accumulation=6)
 
 
-def compiled(case: Case, folder: Path, recovery: dict[str, object], steps: int = STEPS) -> Path:
+def compiled(
+    case: Case, folder: Path, recovery: dict[str, object], steps: int = STEPS, **checkpoint: object
+) -> Path:
     write_inputs(case, folder)
     document = recipe(case, folder)
     document["training"] |= {"steps": steps}
-    document["checkpoint"] = {"every_steps": EVERY, "keep": 3}
+    document["checkpoint"] = {"every_steps": EVERY, "keep": 3, **checkpoint}
     document["launch"]["recovery"] = recovery
     (folder / "recipe.yaml").write_text(json.dumps(document))
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
@@ -39,7 +43,7 @@ def uninterrupted(folder: Path) -> Path:
     document = json.loads((folder / "recipe.yaml").read_text())
     cluster = document["cluster"]
     cluster |= {"gpus_per_node": cluster["nodes"] * cluster["gpus_per_node"], "nodes": 1}
-    document["launch"].pop("recovery")
+    document["launch"] = {}
     (folder / "whole.yaml").write_text(json.dumps(document))
     must(shardwright("compile", folder / "whole.yaml", "-o", folder / "whole"))
     must(shardwright("run", folder / "whole"))
@@ -112,7 +116,7 @@ PAIRS: dict[str, tuple[Case, str]] = {
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_layout_is_planned_again_for_one_node(tmp_path: Path, name: str) -> None:
+def test_a_layout_is_planned_again_for_one_node(tmp_path: Path, name: str, proved: Any) -> None:
     """One of two hosts dies; the same batches are trained on the other one, in half the ranks."""
     case, kept = PAIRS[name]
     with hosts(2, tmp_path / "net") as made:
@@ -127,7 +131,13 @@ def test_a_layout_is_planned_again_for_one_node(tmp_path: Path, name: str) -> No
     assert (first["cause"], first["host"], first["nodes"], second["nodes"]) == ("host", "b", 2, 1)
     assert kept in second["layout"] and first["layout"] != second["layout"]
     assert first["ended_step"] - second["started_step"] < EVERY
-    check_same_losses(out, uninterrupted(tmp_path), relative=True)
+    off = check_same_losses(out, uninterrupted(tmp_path), relative=True)
+    (restart,) = restart_seconds(out)
+    restart.check()
+    layouts = {"from": first["layout"], "to": second["layout"]}
+    figures = {**layouts, "loss_difference": off, **restart.figures()}
+    proved("recovery-hosts", name, figures)
+    print(figures)
 
 
 def test_a_dead_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
@@ -144,8 +154,53 @@ def test_a_dead_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
             ("host", "b", 2),
             (None, None, 2),
         ], attempts
+        assert attempts[0]["layout"] == attempts[1]["layout"]
         assert "restarting with another host on a, c" in told
         _expect_empty(made[2])
+        for restart in restart_seconds(out):
+            restart.check()
+            print(restart)
+        check_same_losses(out, uninterrupted(tmp_path), relative=True)
+
+
+def test_a_lost_host_comes_back_from_the_memory_of_its_peer(tmp_path: Path) -> None:
+    """No checkpoint is on disk. The dead host's part is in the memory of the other one, and goes to
+    the spare one."""
+    with hosts(3, tmp_path / "net") as made:
+        for host in made:
+            host.must("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+        out = compiled(
+            TWO,
+            tmp_path,
+            {"spares": 1},
+            steps=60,
+            every_steps=60,
+            in_memory=True,
+            in_memory_every=MEMORY_EVERY,
+        )
+        named: Path = hostfile(made, TWO, tmp_path)
+        process = start(made[0], "run", out, "--hostfile", named, "--supervise")
+
+        def trains() -> bool:
+            assert process.poll() is None, process.communicate()
+            copies = out / "run" / "memory_copies.jsonl"
+            return copies.exists() and len(copies.read_text().splitlines()) > 2
+
+        wait_until(trains, "three copies", 400)
+        made[1].keeper.kill()
+        told, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, told[-3000:] + errors[-3000:]
+        first, second = status(out)["attempts"]
+        assert (first["cause"], first["host"], first["nodes"]) == ("host", "b", 2)
+        assert (second["cause"], second["nodes"]) == (None, 2)
+        assert first["layout"] == second["layout"]
+        assert read_attempts(out)[0]["end"]["checkpoint"] is None
+        assert f"resumes from the copy of step {second['started_step']} in memory" in told
+        assert 0 < first["ended_step"] < 60
+        assert 0 <= first["ended_step"] - second["started_step"] <= MEMORY_EVERY
+        for restart in restart_seconds(out):
+            restart.check()
+            print(restart, first["ended_step"], second["started_step"])
         check_same_losses(out, uninterrupted(tmp_path), relative=True)
 
 

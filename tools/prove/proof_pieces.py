@@ -419,12 +419,14 @@ PIECES: dict[str, Piece] = {
     "recovery": Piece(
         tests=("tests/launch/test_supervised.py", "tests/launch/test_memory_copies.py"),
         source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
+        areas=("recovery",),
     ),
     "recovery-hosts": Piece(
         tests=(
             "tests/launch/test_supervised_hosts.py::test_a_layout_is_planned_again_for_one_node",
         ),
         source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
+        areas=("recovery-hosts",),
         hosts=True,
     ),
     "recovery-jobset": Piece(
