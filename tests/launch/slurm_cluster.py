@@ -22,6 +22,8 @@ SPARE = "zzzz"
 """A node that a job may leave out."""
 DEAD_AFTER = 15
 """Seconds without an answer after which Slurm takes a node for dead (300 where nothing is set)."""
+DEAD_AFTER_CHECK = 90
+"""The same, for tests of what finds out that a node is lost before Slurm does."""
 
 CONF = """\
 ClusterName=test
@@ -73,7 +75,9 @@ def _path() -> str:
 
 
 @contextlib.contextmanager
-def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
+def slurm(
+    folder: Path, *, spare: bool = False, dead_after: int = DEAD_AFTER
+) -> Iterator[dict[str, str]]:
     """The environment in which sbatch and the other commands find the cluster. Its processes end
     with the block.
 
@@ -88,7 +92,7 @@ def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
         NODE.format(name=name, port=free_port(), cores=os.cpu_count()) for name in names
     )
     (folder / "slurm.conf").write_text(
-        CONF.format(folder=folder, port=free_port(), dead_after=DEAD_AFTER) + nodes
+        CONF.format(folder=folder, port=free_port(), dead_after=dead_after) + nodes
     )
     env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
     files = {

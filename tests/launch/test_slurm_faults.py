@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.launch.slurm_cluster import (
+    DEAD_AFTER_CHECK,
     NODES,
     lose_node,
     output,
@@ -83,11 +84,11 @@ def test_a_job_that_comes_first_sends_it_back_to_the_queue(tmp_path: Path) -> No
 
 
 def test_a_lost_node_is_left_out(tmp_path: Path) -> None:
-    """Its slurmd and its rank are killed at once: the run goes on from the newest checkpoint on the
-    spare node."""
+    """Its slurmd and its rank are killed at once, and the job finds out before Slurm does: the run
+    goes on from the newest checkpoint on the spare node."""
     steps = 400
     out = saving_run(tmp_path, steps, requeue=True, time="30:00")
-    with slurm(tmp_path / "slurm", spare=True) as env:
+    with slurm(tmp_path / "slurm", spare=True, dead_after=DEAD_AFTER_CHECK) as env:
         job = submit(out, env)
         wait_for(lambda: trains(out, after=5), 120)
         lose_node(NODES[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,31 @@ def test_a_lost_host_comes_back_from_the_memory_of_its_peer(tmp_path: Path) -> N
         for restart in restart_seconds(out):
             restart.check()
             print(restart, first["ended_step"], second["started_step"])
+        check_same_losses(out, uninterrupted(tmp_path), relative=True)
+
+
+def test_open_mpi_goes_on_with_a_spare_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    case = replace(TWO, launcher="openmpi")
+    with hosts(3, tmp_path / "net") as made:
+        out = compiled(case, tmp_path, {"spares": 1}, steps=60)
+        named: Path = hostfile(made, case, tmp_path)
+        process = start(made[0], "run", out, "--hostfile", named, "--supervise")
+        reached(out, process, EVERY)
+        made[1].keeper.kill()
+        told, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, told[-3000:] + errors[-3000:]
+        first, second = status(out)["attempts"]
+        assert (first["cause"], first["host"], second["cause"]) == ("host", "b", None)
+        assert first["ended_step"] - second["started_step"] < EVERY
+        for host in (made[0], made[2]):
+            _expect_empty(host)
+        for restart in restart_seconds(out):
+            restart.check()
+            print(restart)
         check_same_losses(out, uninterrupted(tmp_path), relative=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from shardwright.checkpoint.checkpoint_storage import published_steps
 from tests.launch.slurm_cluster import (
+    DEAD_AFTER_CHECK,
     NODES,
     SPARE,
     lose_node,
@@ -19,7 +20,7 @@ from tests.launch.slurm_cluster import (
     wait_for,
     why_not,
 )
-from tests.launch.supervised import check_same_losses, status
+from tests.launch.supervised import check_same_losses, restart_seconds, status
 from tests.launch.test_schedulers import compiled, log, submit
 from tests.launch.test_slurm_faults import ENDED
 from tests.parity.harness import Case, metrics, must, recipe, shardwright, write_inputs
@@ -95,14 +96,17 @@ def test_a_node_set_down_is_planned_away(tmp_path: Path) -> None:
 
 
 def test_a_lost_node_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
-    """Its slurmd and its rank are killed at once. Slurm does not know of it yet."""
+    """Its slurmd and its rank are killed at once. The run goes on before Slurm knows of it."""
     out = supervised(TWO, tmp_path, {"spares": 1})
-    with slurm(tmp_path / "slurm", spare=True) as env:
+    with slurm(tmp_path / "slurm", spare=True, dead_after=DEAD_AFTER_CHECK) as env:
         job = submit(out, env)
         train_beyond(out, env, job, EVERY)
         lose_node(NODES[1])
         completed(out, env, job)
     attempts = status(out)["attempts"]
+    for restart in restart_seconds(out):
+        restart.check()
+        print(restart)
     assert [(a["cause"], a["host"], a["nodes"]) for a in attempts] == [
         ("host", NODES[1], 2),
         (None, None, 2),

@@ -137,6 +137,8 @@ INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
 """Separates the end of one host's ranks from the end of all. Ranks that have met end themselves
 sooner."""
+TASK_GRACE_SECONDS = 5.0
+"""Leaves srun the time to kill the ranks on nodes that answer."""
 STALL_GRACE_SECONDS = 2.0
 """Leaves rank 0 the time to write who is the suspect into run/status.json."""
 
@@ -148,6 +150,9 @@ SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oSer
 so win."""
 
 _HOST_FAILED = re.compile(r"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
+_TASK_FAILED = re.compile(r"srun: error: \S+: tasks? \S+: ")
+"""Matches srun's line on a rank that failed. `--kill-on-bad-exit` kills the others then, but srun
+waits for those of a lost node until SlurmdTimeout (300 s)."""
 
 _LAUNCHER_NOISE = re.compile(
     r"(\S+: )?("  # pdsh's prefix, the host
@@ -482,6 +487,8 @@ def _stream(
             if _HOST_FAILED.match(text) and kill_timer is None:
                 # Its ranks told the others, unless they never met.
                 kill_timer = _kill_later(process, HOST_GRACE_SECONDS)
+            if _TASK_FAILED.match(text) and kill_timer is None:
+                kill_timer = _kill_later(process, TASK_GRACE_SECONDS)
             event = parse_event(text)
             if ends_on_stall and stall is None and isinstance(event, RunStalled):
                 stall = event

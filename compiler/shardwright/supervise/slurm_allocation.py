@@ -20,7 +20,9 @@ from shardwright.utils.child_processes import program_path
 
 ALL_ANSWER_SECONDS, ONE_ANSWERS_SECONDS = 20.0, 20.0
 """Limit the question to all nodes at once, and to those by themselves that did not answer it."""
-STEPS_END_SECONDS = 30.0
+STEPS_END_SECONDS = 10.0
+"""Limits the wait for the end of the ranks. They are killed at once on nodes that answer; a step
+with a lost node stays in the list."""
 _ANSWER = re.compile(r"shardwright-node (\S+) ([^|]*)\|(.*)")
 _ASK = 'answer=$(bash launch/preflight.sh) && printf "%s|%s\\n" "$answer" "$(hostname)"'
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwright.compile.recipe_compiler import compile_recipe
+from shardwright.launch import launcher_process
 from shardwright.launch.run_state import port_was_taken, report_failure
 from shardwright.monitor.rank_events import EVENT_PREFIX
 from shardwright.monitor.run_files import PROGRESS
@@ -186,3 +190,23 @@ def test_a_port_that_somebody_took_meanwhile(
     (tmp_path / "launcher.log").write_text(EVENT_PREFIX + json.dumps(event))
     chosen = dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, master_port=port))
     assert port_was_taken(chosen, tmp_path) is taken
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun: error: n1: task 0: Exited with exit code 1",
+        "srun: error: n[1-2]: tasks 0-3,5: Killed",
+    ],
+)
+def test_srun_does_not_wait_for_a_lost_node(
+    line: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun says which rank failed, and goes on waiting for the node that does not answer."""
+    monkeypatch.setattr(launcher_process, "TASK_GRACE_SECONDS", 0.2)
+    (tmp_path / "run").mkdir()
+    command = ["bash", "-c", f"echo '{line}'; exec sleep 60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    began = time.monotonic()
+    launcher_process._stream(process, plan, tmp_path)
+    assert process.wait() == -signal.SIGKILL and time.monotonic() - began < 30

@@ -40,7 +40,8 @@ set -euo pipefail
 CDPATH='' cd -- "$SHARDWRIGHT_FOLDER"
 
 ask() { # seconds, options of srun: has nodes answer launch/preflight.sh
-  timeout "$1" srun --ntasks-per-node=1 --cpu-bind=none "${@:2}" bash launch/preflight.sh || true
+  # A step whose node is lost holds its CPUs until Slurm knows that.
+  SLURM_OVERLAP=1 timeout "$1" srun --ntasks-per-node=1 --cpu-bind=none "${@:2}" bash launch/preflight.sh || true
 }
 check_nodes() { # prints the nodes that are not fit to train
   local nodes report node line
