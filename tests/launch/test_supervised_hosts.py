@@ -111,6 +111,10 @@ PAIRS: dict[str, tuple[Case, str]] = {
     ),
     "expert": (Case(model="mixtral", data=4, expert=2, nodes=2, accumulation=1), "expert=2"),
     "expert-tensor": (Case(model="mixtral", data=2, expert=2, tensor=2, nodes=2), "expert=2"),
+    "megatron-tensor": (
+        Case(model="llama", tensor=2, data=2, nodes=2, target="megatron"),
+        "tensor=2",
+    ),
 }
 """name -> (the layout on two nodes of two ranks each, what the plan for one node keeps of it)."""
 
