@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -280,24 +281,31 @@ def _upload(
     return None
 
 
+PROBE = ".probe-"
+
+
 def prepare_checkpoint_folder(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
     """Test that checkpoints can be written, before the first step (collective). Raises SW6209.
 
     On every host, later checkpoints are moved aside, and unfinished ones are deleted.
     """
     root, rank = checkpoint_root(plan, folder), dist.get_rank()
-    probe = root / ".step-00000000.probe"
 
     def prepare() -> None:
-        probe.mkdir(parents=True, exist_ok=True)
-        probe.rmdir()
+        write_probe(root)
         clear_unfinished(root)
         move_newer_steps_aside(root, attempt, newer_than=resumed_step)
         if plan.checkpoint.upload_to and rank == 0:
             CheckpointStore(plan.checkpoint.upload_to).check()
 
     for leads in (rank == 0, rank != 0 and plan.ranks[rank].slot == 0):
-        _run_on_every_rank(prepare if leads else lambda: None, probe, code="SW6209")
+        _run_on_every_rank(prepare if leads else lambda: None, root / PROBE, code="SW6209")
+
+
+def write_probe(root: Path) -> None:
+    """Make `root`, and a folder in it for a moment. Hosts of a shared file system do so at once."""
+    root.mkdir(parents=True, exist_ok=True)
+    os.rmdir(tempfile.mkdtemp(prefix=PROBE, dir=root))
 
 
 def _run_on_every_rank(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
