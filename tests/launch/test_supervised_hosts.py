@@ -115,6 +115,10 @@ PAIRS: dict[str, tuple[Case, str]] = {
         Case(model="llama", tensor=2, data=2, nodes=2, target="megatron"),
         "tensor=2",
     ),
+    "megatron-pipeline": (
+        Case(model="llama", pipeline=2, data=2, nodes=2, target="megatron"),
+        "pipeline=2",
+    ),
 }
 """name -> (the layout on two nodes of two ranks each, what the plan for one node keeps of it)."""
 
