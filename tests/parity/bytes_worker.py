@@ -110,6 +110,8 @@ from shardwright.search.layout_resolution import price_planned_layout
 from tests.parity.cases_worker import compiled, main
 from tests.parity.harness import Case, recipe
 from tests.parity.muon import OPTIMIZER
+from tests.parity.preference import PreferenceCase
+from tests.parity.preference_worker import Run
 
 plain_update = MuonAdamW._update_shared
 
@@ -123,6 +125,8 @@ def _update_shared(self: MuonAdamW, *arguments: Any) -> None:
 
 
 patch.object(MuonAdamW, "_update_shared", _update_shared).start()
+KTO = "kto"
+"""Cases of this name run forward once more than they run backward."""
 LIVE = "live-"
 """Cases of this name go on with a number of elements: LIVE_NUMEL for a model of that size, nothing
 fetched ahead."""
@@ -141,11 +145,16 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 
 def _measure(case: Case, folder: Path) -> dict[str, float]:
     by_muon = folder.name.startswith(MUON)
-    training = recipe(case, folder)["training"]
-    changes = {"training": {**training, "optimizer": OPTIMIZER}} if by_muon else {}
-    plan = compiled(case, folder, **changes)
-    trainer = build_trainer(plan, folder)
-    batches, here = TrainingBatches(plan, open_dataset(plan, folder)), plan.ranks[dist.get_rank()]
+    if folder.name.startswith(KTO):
+        own = PreferenceCase(**dataclasses.asdict(case), objective={"name": "kto"})
+        run = Run(own, folder)
+        plan, data, trainer = run.plan, run.data, run.trainer
+    else:
+        training = recipe(case, folder)["training"]
+        changes = {"training": {**training, "optimizer": OPTIMIZER}} if by_muon else {}
+        plan = compiled(case, folder, **changes)
+        data, trainer = open_dataset(plan, folder), build_trainer(plan, folder)
+    batches, here = TrainingBatches(plan, data), plan.ranks[dist.get_rank()]
     trainer.step(batches.micro_batches(1, here.data), 1e-3)
     CALLS.clear()
     trainer.step(batches.micro_batches(2, here.data), 1e-3)

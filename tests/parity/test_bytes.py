@@ -41,6 +41,11 @@ TWO: dict[str, Case] = {
     "muon-experts": Case(model="qwen3_moe-wide", data=2),
     "muon-expert": Case(model="qwen3_moe-wide", data=2, expert=2),
     "muon-cut": Case(model="dense-first-wide", data=2),
+    "kto-zero3": Case(model="llama", data=2, zero_stage=3, accumulation=3),
+    "kto-tensor": Case(model="llama", tensor=2),
+    "kto-pipeline": Case(model="llama", pipeline=2),
+    "kto-context": Case(model="llama", context=2),
+    "kto-expert-zero3": Case(model="qwen3_moe", data=2, expert=2, zero_stage=3),
 }
 REUSE: dict[str, Case] = {
     f"{checkpointing}-live-{live}": Case(
@@ -51,6 +56,11 @@ REUSE: dict[str, Case] = {
         "full": (0, 20_000, 75_000, 250_000),
     }.items()
     for live in numbers
+} | {
+    f"kto-{checkpointing}-live-{live}": Case(
+        model="llama", data=2, zero_stage=3, checkpointing=checkpointing
+    )
+    for checkpointing, live in (("none", 0), ("none", 100_000), ("full", 0))
 }
 """Distances within which ZeRO-3 leaves weights whole, of a model of 156,352 elements."""
 ORDER = 0.08
@@ -68,6 +78,10 @@ FOUR: dict[str, Case] = {
     "muon-tensor-zero1": Case(model="gpt2-wide", tensor=2, data=2),
     "muon-expert-zero2": Case(model="qwen3_moe-wide", data=4, expert=2, zero_stage=2),
     "muon-pipeline-zero1": Case(model="llama", pipeline=2, data=2),
+    "kto-tensor-pipeline": Case(model="llama", tensor=2, pipeline=2),
+    "kto-dualpipev": Case(
+        model="llama-deep", pipeline=2, data=2, schedule="dualpipev", accumulation=4
+    ),
 }
 
 
@@ -91,7 +105,7 @@ def test_what_moves_is_what_was_planned(
     assert all(moved.values())
     for name, case in cases.items():
         assert ("expert_all_to_all counted" in moved[name]) == (case.expert > 1)
-        assert ("trades counted" in moved[name]) == (case.context > 1)
+        assert ("context_all_to_all counted" in moved[name]) == (case.context > 1)
         assert ("tensor_all_reduce counted" in moved[name]) == (case.tensor > 1)
         assert ("pipeline_send counted" in moved[name]) == (case.pipeline > 1)
         gathers = name in ("muon-zero3", "muon-cut", "muon-tensor", "muon-tensor-zero1")

@@ -44,17 +44,23 @@ class UnshardedWeights(NamedTuple):
     resident: float
 
 
-def backward_gather_fraction(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
-    """Return the share of a pipeline rank's parameters that is gathered for the backward pass.
+def regathered_fraction(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
+    """Return how often a micro-batch gathers a pipeline rank's mean parameter after its first
+    forward pass, which gathers all of them.
 
-    The forward pass gathers all of them. PyTorch's FSDP gathers all of them twice.
+    The backward pass gathers what was released. A forward-only pass leaves the other parameters for
+    the next forward pass, so it adds one more gather of the released ones. PyTorch's FSDP gathers
+    all parameters for each pass.
     """
+    passes = priced.recipe.training.objective.traits.forward_only_passes
     if priced.traits.zero3_gathers_flat_layers:
-        return 1.0
+        return 1.0 + passes
     held = priced.numel_of_chunks(blocks) - priced.expert_numel_of(blocks) * (
         1 - 1 / priced.strategy.expert
     )
-    return unsharded_weights(priced, blocks).regathered / held if held else 0.0
+    weights = unsharded_weights(priced, blocks)
+    gathered = weights.regathered + passes * (held - weights.resident)
+    return gathered / held if held else 0.0
 
 
 def _unsharded_weights_key(priced: PricedLayout, blocks: tuple[ModelChunk, ...]) -> Hashable:
@@ -296,6 +302,14 @@ def pipeline_sends(priced: PricedLayout, rank: int) -> int:
     return neighbours * s.pipeline_schedule.stages_per_rank
 
 
+def _forward_sends(priced: PricedLayout, rank: int) -> int:
+    """Return a pipeline rank's sends in the forward pass of a micro-batch."""
+    s = priced.strategy
+    if s.pipeline_schedule.is_v_shaped or s.is_interleaved:
+        return pipeline_sends(priced, rank) // 2
+    return int(rank < s.pipeline - 1)
+
+
 class GradientReduction(NamedTuple):
     """Describe a step's gradient reductions over the ranks with the same parameters.
 
@@ -353,6 +367,7 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
     """
     s, blocks, shapes = priced.strategy, priced.ranks[rank], priced.shapes
     m, partial = s.gradient_accumulation_steps, priced.checkpointed_activations is not None
+    forwards = 1 + priced.recipe.training.objective.traits.forward_only_passes
 
     def shapes_of(spans: list[tuple[int, int]]) -> list[LayerShape]:
         kinds = [kind for start, stop in spans for kind in shapes.kind_of[start:stop]]
@@ -366,29 +381,30 @@ def step_traffic(priced: PricedLayout, rank: int) -> StepTraffic:
         )
     reductions, hidden = layer_all_reduces(priced), hidden_state_bytes(priced)
     # All-reduces outside the layers: the embedding's output and the head's gradient.
-    ends = (blocks[0].start == 0) + priced.has_head(blocks)
+    ends = forwards * (blocks[0].start == 0) + priced.has_head(blocks)
     # An activation and a gradient that arrive in shares are gathered, and so is DeepSpeed's own
     # output, of which it keeps a share until its backward pass (pipe/engine.py,
     # _exec_backward_pass).
     gathers = 0
     if s.message_shards > 1 and s.pipeline > 1 and not s.sequence_parallel:
-        gathers = (rank > 0) + 2 * (rank < s.pipeline - 1)
+        gathers = forwards * (rank > 0) + 2 * (rank < s.pipeline - 1)
     tied = 0.0
     if not s.ends_share_rank and rank in (0, s.pipeline - 1):
         tied = float(shapes.shared_numel * element_bytes(priced.accumulation_dtype))
     inputs = sum((kind.gathered_features - kind.gathered_outputs) // 2 for kind in layers)
-    outputs = sum(kind.gathered_outputs for kind in layers)
+    outputs = forwards * sum(kind.gathered_outputs for kind in layers)
     repeated = sum(repeats_feed_forward_reduce(priced, kind) for kind in layers)
     count, sends = (
-        len(layers) * 2 * reductions.forward
+        len(layers) * (forwards + 1) * reductions.forward
         + len(recomputed) * reductions.recompute
         + repeated
         + ends,
-        pipeline_sends(priced, rank),
+        pipeline_sends(priced, rank) + (forwards - 1) * _forward_sends(priced, rank),
     )
     shares = s.message_shards
-    dispatched = [*layers, *layers, *(recomputed if s.recomputes_experts else [])]
-    attended = [*layers, *layers, *(recomputed if s.recomputes_attention else [])]
+    passes = layers * (forwards + 1)
+    dispatched = [*passes, *(recomputed if s.recomputes_experts else [])]
+    attended = [*passes, *(recomputed if s.recomputes_attention else [])]
     sharers = s.tensor if s.sequence_parallel else 1
     return StepTraffic(
         expert_all_to_all=m
@@ -419,7 +435,7 @@ def _data_parallel_bytes(priced: PricedLayout, rank: int) -> dict[str, float]:
     gathers, held = float(s.zero_stage > 0), trained
     if s.zero_stage == 3 and s.zero_world_size > 1:
         gathers, held = (
-            s.gradient_accumulation_steps * (1 + backward_gather_fraction(priced, blocks)),
+            s.gradient_accumulation_steps * (1 + regathered_fraction(priced, blocks)),
             priced.numel(rank),
         )
     own = experts / s.expert_shard_ratio

@@ -751,7 +751,9 @@ def micro_batch_overhead_seconds(priced: PricedLayout) -> float:
     if priced.recipe.assume.mfu is not None:
         return 0.0
     otherwise = 0.0 if priced.cluster.gpu.is_cpu else priced.constants.micro_batch_seconds
-    return host_overhead_seconds(priced.recipe, priced.graph, priced.strategy, otherwise)
+    seconds = host_overhead_seconds(priced.recipe, priced.graph, priced.strategy, otherwise)
+    passes = priced.recipe.training.objective.traits.forward_only_passes
+    return seconds * (1 + passes * FORWARD_SHARE)
 
 
 def _each(sums: tuple[float, ...] | tuple[int, ...]) -> Floats:
@@ -895,7 +897,8 @@ def pipeline_send_seconds(priced: PricedLayout) -> float:
 
     DeepSpeed (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from
     each tensor rank and gather it there; DualPipeV sends the whole. Megatron sends both ways at
-    once, DeepSpeed one after the other.
+    once, DeepSpeed one after the other. A forward-only pass adds an activation to each pair of an
+    activation and a gradient; the seconds of a message include its share.
     """
     s, c, cluster = priced.strategy, priced.constants, priced.cluster
     if s.pipeline == 1:
@@ -905,6 +908,7 @@ def pipeline_send_seconds(priced: PricedLayout) -> float:
     seconds = send_seconds(cluster, c, s.tensor * s.zero_world_size, message / share)
     if share > 1 and not s.sequence_parallel:
         seconds += gather_seconds(cluster, c, priced.group(s.tensor, 1), message)
+    seconds *= 1 + priced.recipe.training.objective.traits.forward_only_passes / 2
     return seconds / 2 if priced.traits.bidirectional_p2p and s.virtual_stages == 1 else seconds
 
 
@@ -984,7 +988,9 @@ def kernel_seconds(priced: PricedLayout, rank: int) -> KernelSeconds | None:
             else:
                 ahead, back = kinds[kind]
                 passes = ahead.scaled_to(float(forward[at])), back.scaled_to(float(backward[at]))
-            found += passes[0] + passes[1] + _kernels(memory_bound=float(accumulated[at]))
+            found += passes[1] + _kernels(memory_bound=float(accumulated[at]))
+            for _ in range(1 + recipe.training.objective.traits.forward_only_passes):
+                found += passes[0]
             is_recomputed = priced.checkpointed_activations is None or (
                 at < recomputed_stop or kind < 0
             )

@@ -24,9 +24,9 @@ from shardwright.cost.collective_seconds import (
     send_seconds,
 )
 from shardwright.cost.communication_bytes import (
-    backward_gather_fraction,
     gradient_reduction,
     pipeline_sends,
+    regathered_fraction,
 )
 from shardwright.cost.layer_shapes import (
     ModelShapes,
@@ -134,9 +134,9 @@ def _zero_3_seconds(priced: PricedLayout, rank: int, stage: StageSeconds) -> flo
     """Return the exposed seconds of ZeRO-3.
 
     Each micro-batch gathers each layer's parameters for forward and backward (see
-    unsharded_weights) and reduces its gradients, overlapping with compute (arXiv 1910.02054). With
-    hpZ it gathers from the second copy inside the node, except once a step (arXiv 2306.10209). The
-    host runs its hooks while the GPU computes and while tensor-parallel collectives run.
+    regathered_fraction) and reduces its gradients, overlapping with compute (arXiv 1910.02054).
+    With hpZ it gathers from the second copy inside the node, except once a step (arXiv 2306.10209).
+    The host runs its hooks while the GPU computes and while tensor-parallel collectives run.
     """
     s, c, cluster = priced.strategy, priced.constants, priced.cluster
     m, element = s.gradient_accumulation_steps, priced.element_bytes
@@ -154,7 +154,7 @@ def _zero_3_seconds(priced: PricedLayout, rank: int, stage: StageSeconds) -> flo
         gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, priced.shapes.matrices))
     hooks = _hook_seconds(priced, rank) if own else 0.0
     waits_for_hooks = hooks - stage.compute - stage.tensor_comm
-    regathered = backward_gather_fraction(priced, priced.ranks[rank])
+    regathered = regathered_fraction(priced, priced.ranks[rank])
     kinds = _by_group(priced, rank, numel)
     reduce = (
         sum(reduce_scatter_seconds(cluster, c, over, n * element, 0) for n, over in kinds)
@@ -197,7 +197,7 @@ def _zero_3_seconds(priced: PricedLayout, rank: int, stage: StageSeconds) -> flo
 def _hook_seconds(priced: PricedLayout, rank: int) -> float:
     """Return the host's minimum seconds of a micro-batch.
 
-    ZeRO-3 fetches and releases around each module with parameters in the forward pass, its
+    ZeRO-3 fetches and releases around each module with parameters in each forward pass, its
     recomputation and the backward pass (DeepSpeed zero/parameter_offload.py).
     """
     counted = priced.shapes.modules
@@ -205,6 +205,7 @@ def _hook_seconds(priced: PricedLayout, rank: int) -> float:
     passes = 2 + (
         priced.checkpointed_activations is None and priced.strategy.checkpointing == "full"
     )
+    passes += priced.recipe.training.objective.traits.forward_only_passes
     return 2 * passes * modules * priced.constants.hook_seconds
 
 

@@ -14,6 +14,7 @@ from shardwright.cost.step_time import stage_seconds
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.objectives import NEXT_TOKEN, ObjectiveSection
 from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.search.layout_search import estimate_pinned_layout
 from shardwright.trace.kernel_classes import Line
@@ -43,11 +44,18 @@ LAYOUTS: list[dict[str, Any]] = [
     {"gpus": 8, "zero_stage": 2},
     {"gpus": 8, "pipeline": 4, "data": 2},
     {"gpus": 8, "context": 2, "data": 4},
+    {"gpus": 8, "zero_stage": 3, "objective": "kto"},
+    {"gpus": 8, "pipeline": 4, "data": 2, "objective": "kto"},
 ]
 
 
-def priced(**layout: Any) -> tuple[PricedLayout, Estimate]:
+def priced(objective: str = NEXT_TOKEN, **layout: Any) -> tuple[PricedLayout, Estimate]:
     problem = problem_on(**layout)
+    trains = dataclasses.replace(
+        problem.recipe.training, objective=ObjectiveSection(name=objective)
+    )
+    recipe = dataclasses.replace(problem.recipe, training=trains)
+    problem = dataclasses.replace(problem, recipe=recipe)
     pinned = estimate_pinned_layout(problem)
     return price_planned_layout(problem, pinned.strategy, pinned.boundaries)
 
