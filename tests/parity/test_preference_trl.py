@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.launch
 BATCH, STEPS, WARMUP, BETA = 4, 6, 2, 0.3
 WHOLE = 48
 """Tokens of a sequence that no record exceeds."""
+PAIRS = {"kind": "preference", "path": "pairs.jsonl"}
 QUESTIONS = ("Wie geht es?", "What is 7 x 6?", "Name a tree.")
 METRICS = {
     "rewards_chosen": "rewards/chosen",
@@ -82,10 +84,11 @@ def trl_run(
     name: str = "DPO",
     length: int = LENGTH,
     module: str = "trl",
+    models: Mapping[str, str] | None = None,
     **own: Any,
 ) -> tuple[list[float], list[dict[str, Any]], Any]:
     """(losses, TRL's log lines, the trained model). start: the starting weights. name: of TRL's
-    trainer and its configuration in the module."""
+    trainer and its configuration in the module. models: folders of the trainer's other models."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
 
@@ -103,6 +106,7 @@ def trl_run(
 
     trainer = InOrder(
         model=str(start),
+        **(models or {}),
         args=getattr(trl, f"{name}Config")(
             output_dir=str(folder),
             per_device_train_batch_size=BATCH,
@@ -138,8 +142,11 @@ def exported_run(
     objective: dict[str, Any],
     layout: dict[str, int],
     length: int = LENGTH,
+    data: Mapping[str, Any] = PAIRS,
+    score: tuple[object, ...] = (),
 ) -> Path:
-    """Compile, run and export a recipe on folder/pairs.jsonl; the exported folder."""
+    """Compile, run and export a recipe; the exported folder. score: arguments of a `shardwright
+    score` of the recipe's data before, if any."""
     recipe = {
         "version": 1,
         "name": "preference",
@@ -156,15 +163,12 @@ def exported_run(
             "gradient_clipping": 0.5,
             "seed": SEED,
         },
-        "data": {
-            "kind": "preference",
-            "path": "pairs.jsonl",
-            "tokenizer": "./tokenizer",
-            "shuffle": False,
-        },
+        "data": {**data, "tokenizer": "./tokenizer", "shuffle": False},
         "parallelism": {"micro_batch_size": 1, **layout},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    if score:
+        must(shardwright("score", folder / "recipe.yaml", *score))
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
     must(shardwright("run", folder / "out"))
     [step] = (folder / "out" / "checkpoints").glob("step-*")
@@ -226,9 +230,14 @@ def test_trains_as_trl(
 
 
 def same_training(
-    out: Path, exported: Path, losses: list[float], logs: list[dict[str, Any]], trained: Any
+    out: Path,
+    exported: Path,
+    losses: list[float],
+    logs: list[dict[str, Any]],
+    trained: Any,
+    logged: Mapping[str, str] = METRICS,
 ) -> None:
-    """Losses, norms, rewards and weights of a run are TRL's."""
+    """Losses, norms, weights and metrics of a run are TRL's. logged: TRL's name of each metric."""
     lines = metrics(out)
     steps = [log for log in logs if "grad_norm" in log]
     norms = [log["grad_norm"] for log in steps]
@@ -238,13 +247,13 @@ def same_training(
         "loss": max_series_diff([line["loss"] for line in lines], losses),
         "norm": max_series_diff([line["grad_norm"] for line in lines], norms, relative=True),
         "weight": state_dict_max_abs_diff(dict(after.named_parameters()), weights),
-        "rewards": max(
-            max_series_diff([line[ours] for line in lines], [log[theirs] for log in steps])
-            for ours, theirs in METRICS.items()
-        ),
+    } | {
+        ours: max_series_diff([line[ours] for line in lines], [log[theirs] for log in steps])
+        for ours, theirs in logged.items()
     }
     print(found)
-    limits = {"loss": 1e-5, "norm": 1e-5, "weight": 1e-5, "rewards": 1e-4}  # TRL rounds its logs
+    # TRL rounds its logs.
+    limits = dict.fromkeys(("loss", "norm", "weight"), 1e-5) | dict.fromkeys(logged, 1e-4)
     assert all(found[name] <= limit for name, limit in limits.items()), found
 
 

@@ -215,7 +215,7 @@ PIECES: dict[str, Piece] = {
         areas=("preference-cost",),
     ),
     "distillation": Piece(
-        tests=("tests/parity/test_distillation.py",),
+        tests=("tests/parity/test_distillation.py", "tests/parity/test_distillation_trl.py"),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
     ),
     "scores": Piece(
