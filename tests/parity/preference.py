@@ -34,11 +34,13 @@ METRICS = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
 @dataclass(frozen=True)
 class PreferenceCase(Case):
     """objective: of the recipe. resumed: saved at a step under ZeRO-1, and goes on under the
-    case's layout. starts: of pretrained weights, the folder's model."""
+    case's layout. starts: of pretrained weights, the folder's model. packed: whole pairs share
+    sequences, which the batch counts."""
 
     starts: str = "causal-lm"
     objective: dict[str, Any] = field(default_factory=lambda: {"name": "dpo", "beta": 0.3})
     resumed: bool = False
+    packed: bool = False
 
     @property
     def is_reward(self) -> bool:
@@ -48,8 +50,9 @@ class PreferenceCase(Case):
 @dataclass(frozen=True)
 class PlainRun(PlainObjective):
     """scores: (pairs, 2) of the starting weights. held_out_rewards: (HELD_OUT, 2) of a reward
-    model, after training."""
+    model, after training. held_out_count: what the held-out loss is a mean over."""
 
+    held_out_count: int
     scores: np.ndarray
     held_out_rewards: np.ndarray
 
@@ -73,8 +76,27 @@ def texts(pairs: int, longest: int = 40) -> list[dict[str, str]]:
     return [*records[:3], too_long, *records[3:]]
 
 
+def short_texts(pairs: int) -> list[dict[str, str]]:
+    """Records of which two or three fill a sequence, and some that are cut to fit into one."""
+    random, letters = np.random.default_rng(SEED), list("abcdefgh ijklmnopqrstuvwxyz.")
+
+    def words(least: int, most: int) -> str:
+        return "".join(random.choice(letters, int(random.integers(least, most))).tolist())
+
+    records = [
+        {"prompt": words(1, 5), "chosen": words(1, 7), "rejected": words(1, 9)}
+        for _ in range(pairs)
+    ]
+    one_cut = {"prompt": "a", "chosen": words(3, 5), "rejected": words(LENGTH, LENGTH + 9)}
+    both_cut = {"prompt": "bc", "chosen": words(20, 30), "rejected": words(20, 30)}
+    too_long = {"prompt": words(LENGTH, LENGTH + 9), "chosen": "yes", "rejected": "no"}
+    return [*records[:3], one_cut, too_long, both_cut, *records[3:]]
+
+
 def records(case: PreferenceCase) -> list[dict[str, Any]]:
     """Pairs, or for kto a completion of each, with its label."""
+    if case.packed:
+        return list(short_texts(4 * STEPS * case.batch))
     pairs = texts(STEPS * case.batch, 20 if case.is_reward else 40)
     if case.is_reward:  # a pair of which one is cut is left out, too
         cut = {"prompt": "a", "chosen": "b", "rejected": "c" * LENGTH}
@@ -105,6 +127,7 @@ def write_pairs(case: PreferenceCase, folder: Path) -> None:
         "path": "pairs.jsonl",
         "tokenizer": "byte",
         "shuffle": False,
+        "packing": case.packed,
     }
     (folder / "recipe.yaml").write_text(json.dumps(document, indent=1))
     if case.pretrained and case.starts == "causal-lm":
@@ -143,9 +166,17 @@ def rewards(model: Any, rows: list[tuple[torch.Tensor, torch.Tensor, bool]]) -> 
 
 
 def rows(case: PreferenceCase) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """(ids (2, S), whether a token is a label (2, S), whether it is desirable) of each example: the
-    chosen completion and the rejected one; or the completion and that of the next record."""
-    found, every = [], records(case)
+    """(ids (2, S), whether a token is a label (2, S), whether it is desirable) of each pair or
+    labelled completion: the chosen completion and the rejected one; or the completion and that of
+    the next record."""
+    return list(rows_by_record(case).values())
+
+
+def rows_by_record(
+    case: PreferenceCase,
+) -> dict[int, tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Record -> its rows, without records that are left out."""
+    found, every = {}, records(case)
     for number, record in enumerate(every):
         if case.objective["name"] == "kto":
             following = every[(number + 1) % len(every)]
@@ -155,15 +186,18 @@ def rows(case: PreferenceCase) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
         ids = torch.zeros(2, LENGTH, dtype=torch.int64)
         is_label = torch.zeros(2, LENGTH, dtype=torch.bool)
         prompt = record["prompt"].encode()
+        sizes = [len(prompt + completion.encode()) for completion in completions]
         for row, completion in enumerate(completions):
-            whole = (prompt + completion.encode())[:LENGTH]
+            # Of packed pairs each has half of a sequence, or what the other leaves.
+            room = max(LENGTH // 2, LENGTH - sizes[1 - row]) if case.packed else LENGTH
+            whole = (prompt + completion.encode())[:room]
             ids[row, : len(whole)] = torch.tensor(list(whole))
             is_label[row, len(prompt) : len(whole)] = True
             if case.is_reward:
                 is_label[row] = False
-                is_label[row, len(prompt + completion.encode()) - 1 :][:1] = True
+                is_label[row, sizes[row] - 1 :][:1] = len(whole) == sizes[row]
         if is_label[:, 1:].any(dim=1).all():
-            found.append((ids, is_label, record.get("label", True)))
+            found[number] = ids, is_label, record.get("label", True)
     return found
 
 
@@ -243,21 +277,32 @@ def kto_loss(
     return weight - value, {**metrics, "margin": margin}
 
 
-def plain_run(case: PreferenceCase) -> PlainRun:
+def plain_run(case: PreferenceCase, packed: list[list[int]] | None = None) -> PlainRun:
+    """packed: the records of each sequence, where pairs are packed."""
     model = reward_model(case) if case.is_reward else initial_model(MODELS[case.model], SEED)
     if case.balance:
         add_balance(model, case.balance)
     base = copy.deepcopy(model)
     if case.lora_rank:
         model = with_adapters(model, case, "SEQ_CLS" if case.is_reward else "CAUSAL_LM")
-    pairs = rows(case)
+    pairs, groups = rows(case), [[i] for i in range(len(rows(case)))]
+    if packed is not None:
+        by_record = rows_by_record(case)
+        groups = list(packed)
+        assert sorted(i for own in groups for i in own) == list(by_record), "each pair is packed"
+        assert max(map(len, groups)) > min(map(len, groups)), "sequences differ in their pairs"
+        # In the order of the sequences.
+        pairs = [by_record[i] for own in groups for i in own]
+        ends = np.cumsum([len(own) for own in groups]).tolist()
+        groups = [list(range(end - len(own), end)) for own, end in zip(groups, ends, strict=True)]
     scores = torch.zeros(0, 2)
     if not case.is_reward:
         with torch.no_grad():
             scores = torch.stack([log_probabilities(base, pair[0], pair[1])[0] for pair in pairs])
 
-    def measured(here: range) -> tuple[torch.Tensor, dict[str, float]]:
-        """(mean loss, the metrics) of these examples."""
+    def measured(examples: range) -> tuple[torch.Tensor, dict[str, float]]:
+        """(mean loss, the metrics) of the pairs, or completions, of these examples."""
+        here = [i for example in examples for i in groups[example]]
         if case.is_reward:
             found = rewards(model, [pairs[i] for i in here])
             each, found = reward_loss(case.objective, found), found.detach()
@@ -268,18 +313,19 @@ def plain_run(case: PreferenceCase) -> PlainRun:
         found, tokens = (x.view(-1, 2) for x in log_probabilities(model, ids, is_label))
         if case.objective["name"] == "kto":
             is_desirable = torch.tensor([pairs[i][2] for i in here])
-            each, own = kto_loss(case.objective, found, scores[list(here)], is_desirable)
+            each, own = kto_loss(case.objective, found, scores[here], is_desirable)
             return each.mean(), own
-        each, found_rewards = pair_loss(case.objective, found, tokens, scores[list(here)])
+        each, found_rewards = pair_loss(case.objective, found, tokens, scores[here])
         return each.mean(), pair_metrics(found_rewards.detach())
 
     found = train_by_objective(model, case, measured)
     with torch.no_grad():
-        last = rewards(model, pairs[:HELD_OUT]) if case.is_reward else torch.zeros(0, 2)
+        last = rewards(model, rows(case)[:HELD_OUT]) if case.is_reward else torch.zeros(0, 2)
     return PlainRun(
         trained=found.trained,
         metrics=found.metrics,
         held_out_loss=found.held_out_loss,
+        held_out_count=sum(map(len, groups[:HELD_OUT])),
         scores=scores.numpy(),
         held_out_rewards=last.numpy(),
     )

@@ -6,6 +6,7 @@ SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of cases_worker.py.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.sequences import ScoredSequences
+from shardwright.data.sequences import DocumentSequences, ScoredSequences, SequenceDataset
 from shardwright.train.reference_scores import with_reference
 from shardwright.train.score_blocks import ScoreBlocks
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
@@ -56,10 +57,10 @@ class Run(ObjectiveRun):
 
 
 def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
-    wanted = from_rank_0(lambda: plain_run(case))
     found = trained_run(Run, case, folder)
-    assert found.held_out[1] == HELD_OUT
     sequences = found.run.data.train
+    wanted = from_rank_0(lambda: plain_run(case, packed_records(sequences)))
+    assert found.held_out[1] == wanted.held_out_count
     size = max(1.0, *wanted.trained.losses)  # ipo's are squares
     return found.differences(case, wanted, size) | {
         "metrics": largest_difference(
@@ -69,11 +70,24 @@ def measure(case: PreferenceCase, folder: Path) -> dict[str, float]:
             # At the first step the model is the reference: rounding ranks the pairs.
             if number or name != "accuracy" or not isinstance(sequences, ScoredSequences)
         ),
-        "scores": max_abs_diff(torch.from_numpy(sequences.scores), torch.from_numpy(wanted.scores))
+        "scores": max_abs_diff(
+            torch.from_numpy(sequences.scores), torch.from_numpy(wanted.scores).flatten()
+        )
         if isinstance(sequences, ScoredSequences)
         else 0.0,
         "exported": exported_difference(case, found.run, folder, wanted) if case.is_reward else 0.0,
     }
+
+
+def packed_records(sequences: SequenceDataset) -> list[list[int]] | None:
+    """The records of each sequence, None where pairs are not packed."""
+    rows = sequences.rows if isinstance(sequences, ScoredSequences) else sequences
+    if not isinstance(rows, DocumentSequences):
+        return None
+    return [
+        (rows.members[first:stop:2] // 2).tolist()
+        for first, stop in itertools.pairwise(rows.bounds.tolist())
+    ]
 
 
 def exported_difference(case: PreferenceCase, run: Run, folder: Path, wanted: PlainRun) -> float:

@@ -137,6 +137,55 @@ REWARD_FOUR: dict[str, Case] = {
         model="qwen3_moe", data=4, zero_stage=3, micro=1, objective=REWARD, resumed=True
     ),
 }
+PACKED_TWO: dict[str, Case] = {
+    "llama-packed-zero0": Case(model="llama", data=2, zero_stage=0, packed=True),
+    "gpt2-packed-zero3-ipo": Case(
+        model="gpt2", data=2, zero_stage=3, objective=AVERAGED, packed=True
+    ),
+    "gpt2-packed-tp2-simpo": Case(model="gpt2", tensor=2, objective=SIMPO, packed=True),
+    "llama-packed-pp2": Case(model="llama", pipeline=2, loss="chunked", packed=True),
+    "llama-packed-context2-orpo": Case(model="llama", context=2, objective=ORPO, packed=True),
+}
+PACKED_MORE: dict[str, Case] = {
+    "gpt2-packed-zero1-smoothed": Case(model="gpt2", data=2, objective=SMOOTHED, packed=True),
+    "llama-packed-zero2-ipo": Case(
+        model="llama", data=2, zero_stage=2, objective=IPO, checkpointing="full", packed=True
+    ),
+    "llama-packed-tp2-chunked": Case(model="llama", tensor=2, loss="chunked", packed=True),
+    "gpt2-packed-pp2-orpo": Case(
+        model="gpt2", pipeline=2, objective=ORPO, checkpointing="full", packed=True
+    ),
+    "qwen3-moe-packed-expert2": Case(model="qwen3_moe", data=2, expert=2, packed=True),
+    "llama-packed-lora-zero2": Case(
+        model="llama", data=2, zero_stage=2, lora_rank=4, objective=IPO, packed=True
+    ),
+    "llama-packed-context2-chunked": Case(
+        model="llama", context=2, loss="chunked", accumulation=3, packed=True
+    ),
+    "resumed-llama-packed-pp2": Case(model="llama", pipeline=2, resumed=True, packed=True),
+}
+PACKED_REWARD: dict[str, Case] = {
+    "llama-packed-reward-tp2": Case(model="llama", tensor=2, objective=REWARD, packed=True),
+    "gpt2-packed-reward-pp2": Case(model="gpt2", pipeline=2, objective=REWARD, packed=True),
+    "llama-packed-reward-context2": Case(model="llama", context=2, objective=REWARD, packed=True),
+}
+PACKED_FOUR: dict[str, Case] = {
+    "llama-packed-tp2-pp2": Case(
+        model="llama", tensor=2, pipeline=2, checkpointing="full", packed=True
+    ),
+    "gpt2-packed-dualpipev": Case(
+        model="gpt2-deep",
+        data=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=4,
+        objective=SIMPO,
+        packed=True,
+    ),
+    "llama-packed-context2-zero3": Case(
+        model="llama", context=2, data=2, zero_stage=3, packed=True
+    ),
+}
 FOUR: dict[str, Case] = {
     "llama-tp2-pp2": Case(model="llama", tensor=2, pipeline=2),
     "llama-tp2-zero3": Case(model="llama", tensor=2, data=2, zero_stage=3, objective=SIMPO),
@@ -212,6 +261,10 @@ def test_every_layout(objective: str, tmp_path: Path) -> None:
     [
         pytest.param(TWO, id="two-ranks"),
         pytest.param(FOUR, id="four-ranks", marks=pytest.mark.prove),
+        pytest.param(PACKED_TWO, id="packed"),
+        pytest.param(PACKED_MORE, id="packed-two-ranks", marks=pytest.mark.prove),
+        pytest.param(PACKED_REWARD, id="packed-rewards", marks=pytest.mark.prove),
+        pytest.param(PACKED_FOUR, id="packed-four-ranks", marks=pytest.mark.prove),
         pytest.param(REWARD_TWO, id="rewards"),
         pytest.param(REWARD_MORE, id="rewards-two-ranks", marks=pytest.mark.prove),
         pytest.param(REWARD_FOUR, id="rewards-four-ranks", marks=pytest.mark.prove),

@@ -344,9 +344,7 @@ ScoredSequences.read = of_the_other_completion
         """
 from shardwright.parallel.preference_loss import PreferenceLoss
 plain = PreferenceLoss.__call__
-PreferenceLoss.__call__ = lambda self, scores, labels, beside, scale: plain(
-    self, scores, labels, beside, scale / 2
-)
+PreferenceLoss.__call__ = lambda self, *given: plain(self, *given[:-1], given[-1] / 2)
 """,
     ),
     "simpo": (

@@ -417,7 +417,7 @@ def _notes(p: SourceSummary, length: int) -> Iterator[str]:
         begin = escape_control_characters(p.begin) or "no token of its own (data.add_bos_token)"
         yield f"each document begins with {begin}"
     for count, why in (
-        (p.cut, f"are cut at {length:,} tokens"),
+        (p.cut, f"are cut to fit into a sequence of {length:,} tokens"),
         (p.reasoning_not_rendered, "have reasoning that the chat template does not write"),
         (p.replaced, "had half of a surrogate pair, which is U+FFFD now"),
     ):
@@ -438,6 +438,11 @@ def _training(report: DataReport) -> Iterator[tuple[str, str]]:
     what, size = ("sequences", "") if each == 1 else ("pairs", f"{each} x ")
     yield "training", f"{t.steps:,} steps of {t.global_batch_size:,} {what}, {epochs:.3g} epochs"
     yield what, f"{len(data.train):,} of {size}{t.sequence_length:,} tokens to train on"
+    if t.objective.packed:
+        used = sum((p.documents - p.left_out) // 2 for p in report.parts)
+        mean = used / sum(p.sequences for p in report.parts)
+        step = mean * t.global_batch_size
+        yield "pairs", f"{mean:.3g} a sequence, {step:,.0f} a step, on average"
     if data.validation is not None:
         yield "held out", f"{len(data.validation):,} for validation"
     if (r := report.rate) is not None:

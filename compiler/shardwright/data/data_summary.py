@@ -144,9 +144,9 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> SourceSummary:
     if part.kind in MASKED_KINDS and here is not None:
         rows = open_document_sequences(here, documents, length, part)
         too_long = 0 if pictures is None else int((lengths > length).sum())
-        left_out, lengths = len(lengths) - len(rows.members) - too_long, lengths[rows.members]
-        cut = int((lengths > length).sum())
-        lengths = np.minimum(lengths, length)
+        left_out = len(lengths) - len(rows.members) - too_long
+        shown = rows.shown_lengths(rows.members)
+        cut, lengths = int((lengths[rows.members] > shown).sum()), shown
         assert documents.trained is not None, "a conversation's tokens are marked"
         first = documents.ends[rows.members] - documents.lengths[rows.members]
         spans = zip((first + 1).tolist(), (first + lengths).tolist(), strict=True)

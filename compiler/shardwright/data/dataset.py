@@ -218,7 +218,7 @@ def open_sequences(
         raise _outside(part, manifest.largest_id, vocabulary)
     if part.kind in MASKED_KINDS:
         rows = open_document_sequences(here, open_documents(here), length, part)
-        each = part.documents_per_example
+        each = 1 if part.joins_documents else part.documents_per_example
         return rows if each == 1 else GroupedSequences(rows, each)
     if has_image_captions(part):
         images = open_images(here)
@@ -255,6 +255,8 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
     splits = plan.validation is not None and plan.validation.fraction is not None
     held = ", apart from those held out for validation" if splits else ""
     kinds = {part.kind for part in parts}
+    counts_pairs = kinds == {PREFERENCE_KIND} and not t.objective.packed
+    what = "pairs" if counts_pairs else "sequences"
     ways = ["add text", "lower training.sequence_length"]
     if kinds == {"tokens"}:
         ways = ["add samples"]
@@ -264,6 +266,8 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
         ways = ["add records"]
         if not any(counts):
             ways.append("raise training.sequence_length (both completions must start within it)")
+        elif t.objective.packed:
+            ways.append("set `packing: false` for a completion per sequence")
     elif kinds == {"chat"}:
         ways = ["add conversations"]
         if not any(counts):
@@ -277,7 +281,7 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
     help = ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
     return refusal(
         "SW6104",
-        f"{name!r} gives {count} {'pairs' if kinds == {PREFERENCE_KIND} else 'sequences'} of "
+        f"{name!r} gives {count} {what} of "
         f"{t.sequence_length} tokens{held}, fewer than "
         f"{'one' if empty else f'one global batch of {plan.sequences_per_step}'}",
         f"{help[0].upper()}{help[1:]}.",

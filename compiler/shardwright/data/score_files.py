@@ -331,15 +331,28 @@ class PartScores:
     def __len__(self) -> int:
         return self._part.sequences
 
-    def sums(self) -> npt.NDArray[np.float64]:
-        """Return each sequence's log-probability, in fp64."""
-        found = np.zeros(len(self))
+    def sums(
+        self, completions: Callable[[Indices], Indices] | None = None
+    ) -> tuple[npt.NDArray[np.float64], Indices]:
+        """Return each completion's log-probability, in fp64, and where those of each sequence
+        begin: (sequences + 1,).
+
+        completions: of sequences, which completion each token belongs to (B, S), from 0; None where
+            each sequence is one
+        """
+        found, counts = [], []
         for block in self._part.blocks:
             arrays, count = _open_block(self._path, block, read_block), block.stop - block.start
-            owners = np.repeat(np.arange(count), np.diff(arrays["offsets"]))
+            owners, each = np.repeat(np.arange(count), np.diff(arrays["offsets"])), np.ones(count)
+            if completions is not None:
+                numbers = completions(np.arange(block.start, block.stop))
+                each = numbers.max(axis=1) + 1
+                owners = (np.cumsum(each) - each)[owners] + numbers[owners, arrays["places"]]
             own = arrays["label_log_probabilities"].astype(np.float64)
-            found[block.start : block.stop] = np.bincount(owners, own, count)
-        return found
+            found.append(np.bincount(owners, own, int(each.sum())))
+            counts.append(each)
+        firsts = np.cumsum(np.concatenate([[0], *counts])).astype(np.int64)
+        return np.concatenate([np.zeros(0), *found]), firsts
 
     def label_log_probabilities(self, sequences: Indices) -> npt.NDArray[np.float32]:
         """Return (B, S), 0 where a token is no label."""

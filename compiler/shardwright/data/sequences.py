@@ -34,7 +34,10 @@ class SequenceBatch:
     loss_mask: (B, S) bool, False where a token is not a label; None where all are.
     pictures: images of each sequence, in the order of their placeholders; () without images.
     lengths: (B,) tokens before padding; None where no sequence is padded.
-    reference: (B,) float64 log-probabilities under a reference model; None without one.
+    completions: (B, S) which of its sequence's completions, from 0, each token belongs to; padding
+        to the last one. None where pairs are not packed.
+    reference: float64 log-probabilities under a reference model, of each sequence (B,), or of
+        each completion of packed pairs; None without one.
     desirable: (B,) bool, of labelled completions; None for other data.
     teacher: (B, S, K) int32 ids of a teacher's most probable tokens in each token's place, and
         float32 log-probabilities; None without one.
@@ -45,6 +48,7 @@ class SequenceBatch:
     loss_mask: npt.NDArray[np.bool_] | None = None
     pictures: tuple[tuple[ImageSource, ...], ...] = ()
     lengths: npt.NDArray[np.int64] | None = None
+    completions: Indices | None = None
     reference: npt.NDArray[np.float64] | None = None
     desirable: npt.NDArray[np.bool_] | None = None
     teacher: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
@@ -107,6 +111,7 @@ class DocumentSequences:
     bounds: (n + 1,) start of each sequence in members.
     pictures: images of the documents, None where they have none.
     desirable: of each example of two documents, None where there are no labels.
+    together: documents of an example, neighbours in members: 2 of a pair.
     """
 
     documents: Documents
@@ -116,6 +121,7 @@ class DocumentSequences:
     bounds: Indices
     pictures: ImageTable | None = None
     desirable: npt.NDArray[np.bool_] | None = None
+    together: int = 1
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -126,20 +132,23 @@ class DocumentSequences:
         starts, loss_mask = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
         lengths = np.zeros(len(indices), dtype=np.int64)
         pictures: list[tuple[ImageSource, ...]] = []
+        has_pairs = self.packed and self.together > 1
+        completions = np.zeros(shape, dtype=np.int64)
         for row, i in enumerate(indices):
             at = 0
-            members = self.members[self.bounds[i] : self.bounds[i + 1]].tolist()
+            documents = self.members[self.bounds[i] : self.bounds[i + 1]]
+            members, sizes = documents.tolist(), self.shown_lengths(documents).tolist()
             if self.pictures is not None:
                 images = (self.pictures.of(document) for document in members)
                 pictures.append(tuple(itertools.chain.from_iterable(images)))
-            for document in members:
+            for place, (document, size) in enumerate(zip(members, sizes, strict=True)):
                 first = int(d.ends[document - 1]) if document else 0
-                size = min(int(d.ends[document]) - first, self.length)
                 tokens[row, at : at + size] = d.tokens[first : first + size]
                 loss_mask[row, at : at + size] = (
                     True if d.trained is None else d.trained[first : first + size]
                 )
                 starts[row, at] = True
+                completions[row, at:] = place
                 at += size
             lengths[row] = at
             if at < self.length:
@@ -150,10 +159,24 @@ class DocumentSequences:
             loss_mask=loss_mask,
             pictures=tuple(pictures),
             lengths=lengths,
+            completions=completions if has_pairs else None,
             desirable=None
             if self.desirable is None
             else self.desirable[self.members[self.bounds[indices]] // 2],
         )
+
+    def shown_lengths(self, documents: Indices) -> Indices:
+        """Return the tokens of each document that a sequence holds. documents: pairs whole."""
+        return cut_lengths(
+            self.documents.ends[documents] - self._firsts(documents),
+            self.length,
+            self.together if self.packed else 1,
+        )
+
+    def _firsts(self, documents: Indices) -> Indices:
+        """Return where each document begins among all tokens."""
+        before = self.documents.ends[np.maximum(documents - 1, 0)]
+        return np.where(documents > 0, before, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +198,22 @@ class GroupedSequences:
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequences:
-    """Read examples with the reference's log-probabilities of their sequences.
+    """Read examples with the reference's log-probabilities of their completions.
 
-    scores: (examples, sequences of each) float64.
+    scores: of all examples, in order.
+    firsts: (examples + 1,) start of each example in scores.
     """
 
     rows: SequenceDataset
     scores: npt.NDArray[np.float64]
+    firsts: Indices
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def read(self, indices: Indices) -> SequenceBatch:
-        return replace(self.rows.read(indices), reference=self.scores[indices].ravel())
+        own = [self.scores[self.firsts[i] : self.firsts[i + 1]] for i in indices]
+        return replace(self.rows.read(indices), reference=np.concatenate(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +254,17 @@ class ConcatSequences:
         starts, loss_mask = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
         pictures: list[tuple[ImageSource, ...]] = [()] * shape[0]
         lengths = np.full(shape[0], shape[1], dtype=np.int64)
+        # All parts have packed pairs, or none has.
+        has_pairs = blocks[0][1].completions is not None
+        completions = np.zeros(shape, dtype=np.int64) if has_pairs else None
         # All parts have labels, or none has.
         is_labelled = blocks[0][1].desirable is not None
         desirable = np.zeros(shape[0], dtype=np.bool_) if is_labelled else None
         for where, block in blocks:
             if desirable is not None:
                 desirable[where] = block.desirable
+            if completions is not None:
+                completions[where] = block.completions
             for row, own in zip(np.flatnonzero(where), block.pictures, strict=bool(block.pictures)):
                 pictures[row] = own
             tokens[where] = block.tokens
@@ -252,6 +283,7 @@ class ConcatSequences:
             loss_mask=loss_mask if masked else None,
             pictures=shown,
             lengths=lengths if any(block.lengths is not None for _, block in blocks) else None,
+            completions=completions,
             desirable=desirable,
         )
 
@@ -268,9 +300,10 @@ def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
 def write_packing_table(
     folder: Path, documents: Documents, length: int, *, packed: bool, together: int = 1
 ) -> None:
-    """Write (members, bounds) without documents that have no label in their first S tokens.
+    """Write (members, bounds) without documents that have no label in what a sequence holds of
+    them.
 
-    together: consecutive documents that are left out where one of them is
+    together: consecutive documents that are left out where one of them is, and packed together
     """
     paths = _paths(folder, length, packed)
     if all(path.exists() for path in paths):
@@ -281,15 +314,16 @@ def write_packing_table(
         usable = usable[lengths[usable] <= length]
     if trained is not None:
         first = ends - lengths
-        has_label = [trained[first[d] + 1 : min(ends[d], first[d] + length)].any() for d in usable]
+        stop = first + cut_lengths(lengths, length, together if packed else 1)
+        has_label = [trained[first[d] + 1 : stop[d]].any() for d in usable]
         usable = usable[np.asarray(has_label, dtype=np.bool_)]
     examples, counts = np.unique(usable // together, return_counts=True)
     usable = usable[np.isin(usable // together, examples[counts == together])]
-    table = (
-        pack(np.minimum(lengths[usable], length), usable, length)
-        if packed
-        else (usable, np.arange(len(usable) + 1, dtype=np.int64))
-    )
+    table = usable, np.arange(len(usable) + 1, dtype=np.int64)
+    if packed:
+        shown = cut_lengths(lengths[usable], length, together).reshape(-1, together)
+        members, bounds = pack(shown.sum(axis=1), usable[::together] // together, length)
+        table = (members[:, None] * together + np.arange(together)).ravel(), bounds * together
     for path, array in zip(paths, table, strict=True):
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         np.save(temporary, array)
@@ -309,7 +343,18 @@ def open_document_sequences(
     members, bounds = (np.load(path, mmap_mode="r") for path in paths)
     desirable = np.load(folder / DESIRABLE_FILE) if part.labelled else None
     images = open_images(folder)
-    return DocumentSequences(documents, length, packed, members, bounds, images, desirable)
+    return DocumentSequences(
+        documents, length, packed, members, bounds, images, desirable, part.documents_per_example
+    )
+
+
+def cut_lengths(lengths: Indices, sequence_length: int, together: int) -> Indices:
+    """Return the tokens that remain of each document where `together` consecutive ones, 1 or 2,
+    have to fit into a sequence: of a pair each keeps half of it, or what the other leaves."""
+    if together == 1:
+        return np.minimum(lengths, sequence_length)
+    others = lengths.reshape(-1, 2)[:, ::-1].ravel()
+    return np.minimum(lengths, np.maximum(sequence_length // 2, sequence_length - others))
 
 
 def pack(lengths: Indices, documents: Indices, sequence_length: int) -> tuple[Indices, Indices]:

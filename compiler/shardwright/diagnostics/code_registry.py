@@ -84,6 +84,8 @@ RECIPE_CODES: dict[str, str] = {
     "SW1254": "an option of a task that another key decides",
     "SW1255": "an option that the service's tasks do not have",
     "SW1256": "a task without the name of its GPU",
+    "SW1263": "packed completions of an objective that does not compare pairs",
+    "SW1264": "preference data of which a part is packed and a part is not",
     "SW1301": "no file is where the recipe says",
     "SW1302": "a file that the recipe names is not of the right kind",
     "SW1303": "measurements that are not the recipe's",

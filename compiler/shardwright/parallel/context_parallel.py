@@ -159,6 +159,9 @@ def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     def own(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(ranks, dim=1)[rank].contiguous()
 
+    completions = batch.completions
+    if completions is not None:
+        completions = own(completions if batch.scored else completions.roll(-1, dims=1))
     teacher = batch.teacher
     if teacher is not None:
         ids, log_probabilities = (own(x.roll(-1, dims=1)) for x in teacher)
@@ -168,6 +171,7 @@ def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
         input_ids=own(batch.input_ids),
         labels=own(labels),
         shifted=True,
+        completions=completions,
         teacher=teacher,
     )
 

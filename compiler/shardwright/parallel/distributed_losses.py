@@ -74,14 +74,25 @@ class CausalLoss:
         if self.scores is not None:
             self.scores.append(torch.cat(losses, dim=1).detach())
             return losses[0].new_zeros(())
+        if isinstance(self.objective, PreferenceLoss):
+            assert isinstance(labels, tuple), "they have the labels of each completion beside them"
+            return self._preference_loss(self.objective, -torch.cat(losses, dim=1), labels)
         totals = torch.stack(losses).sum(dim=0)
-        if self.objective is None:
-            return totals * self.scale
         if isinstance(self.objective, DistillationLoss):
             return self.objective(totals, self.scale)
-        target, *beside = labels if isinstance(labels, tuple) else (labels,)
-        _, target = self._paired(target, target)[:2]
-        return self.objective(-totals, target, beside, self.scale)
+        return totals * self.scale
+
+    def _preference_loss(
+        self, objective: PreferenceLoss, scores: torch.Tensor, labels: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Return the objective's loss of scores (B, S) that are aligned as `_paired` aligns
+        labels."""
+        _, tokens, *beside = labels
+        completions = None
+        if objective.objective.packed:
+            completions, *beside = beside
+            _, completions = self._paired(completions, completions)
+        return objective(scores, tokens, completions, beside, self.scale)
 
     def _paired(
         self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
@@ -97,7 +108,7 @@ class CausalLoss:
         self, logits: torch.Tensor, target: torch.Tensor, *teacher: torch.Tensor
     ) -> torch.Tensor:
         """Return the cross-entropy of labels that are aligned with the logits: its sum, or each
-        row's (B,) for a preference. With a teacher, return the sums (3,) that DistillationLoss
+        label's (B, S) for a preference. With a teacher, return the sums (3,) that DistillationLoss
         takes; for scores, each label's log-probability (B, S)."""
         if self.scores is None and isinstance(self.objective, DistillationLoss):
             found = top_k_divergence(
@@ -121,8 +132,7 @@ class CausalLoss:
             return losses.sum()
         each = losses.reshape(target.shape)
         if self.scores is None:
-            # Rows are compared: rounding a sum over thousands of tokens would show.
-            return each.double().sum(dim=1)
+            return each
         if not self.top:
             return -each
         largest = top_log_probabilities(logits, self.top, first=self.first, group=self.tensor_group)
@@ -150,9 +160,15 @@ class RewardLoss(CausalLoss):
     def __call__(
         self, scores: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        assert isinstance(self.objective, PreferenceLoss) and isinstance(labels, torch.Tensor)
-        own = scores[..., 0].masked_fill(labels == IGNORE_INDEX, 0.0).double().sum(dim=1)
-        return self.objective(own, labels, (), self.scale)
+        assert isinstance(self.objective, PreferenceLoss) and isinstance(labels, tuple)
+        own = scores[..., 0].masked_fill(labels[0] == IGNORE_INDEX, 0.0)
+        return self._preference_loss(self.objective, own, labels)
+
+    def _paired(
+        self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Leave labels where they are: a token's score is its own."""
+        return values, labels[0] if isinstance(labels, tuple) else labels
 
 
 class ChunkedLoss(CausalLoss):

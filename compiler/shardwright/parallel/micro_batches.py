@@ -37,8 +37,12 @@ class MicroBatch:
     beside: a vision-language model's other inputs; None for other models
     blank: the dummy image's inputs where no sequence has an image
     lengths: (B,) tokens of each sequence before its padding; None without padding
-    rows_per_example: neighbouring sequences of an example; None where labels are what counts
-    reference: (B,) log-probabilities of the sequences under the reference model; None where the
+    completions_per_example: neighbouring completions of an example; None where labels are what
+        counts
+    tokens: (N,) labels of each completion in its whole sequence; None where labels are what counts
+    completions: (B, S) which of the N completions each token belongs to, aligned as the labels;
+        None where each sequence is one
+    reference: (N,) log-probabilities of the completions under the reference model; None where the
         objective reads none
     desirable: (B,) bool of labelled completions; None for other data
     teacher: (B, S, K) ids of the teacher's most probable tokens in each token's place, and their
@@ -53,7 +57,9 @@ class MicroBatch:
     beside: Batch | None = None
     blank: Batch | None = None
     lengths: torch.Tensor | None = None
-    rows_per_example: int | None = None
+    completions_per_example: int | None = None
+    tokens: torch.Tensor | None = None
+    completions: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     desirable: torch.Tensor | None = None
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -62,25 +68,28 @@ class MicroBatch:
     @property
     def predicted(self) -> int:
         """Count what the loss is a mean over: labels, or examples that have a label in each
-        sequence."""
-        is_label = (self.labels if self.shifted else self.labels[:, 1:]) != IGNORE_INDEX
-        if self.rows_per_example is None:
-            return int(is_label.sum())
-        return int(is_label.any(dim=1).reshape(-1, self.rows_per_example).all(dim=1).sum())
+        completion."""
+        if self.tokens is None or self.completions_per_example is None:
+            labels = self.labels if self.shifted else self.labels[:, 1:]
+            return int((labels != IGNORE_INDEX).sum())
+        has_labels = self.tokens.reshape(-1, self.completions_per_example) > 0
+        return int(has_labels.all(dim=1).sum())
 
     def labels_and_scores(
         self, device: torch.device = CPU
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return what the loss takes beside the logits: the labels; where it reads them, the
-        reference's scores, which completions are desirable, and what the teacher says."""
-        read = (self.reference, self.desirable, *(self.teacher or ()))
+        """Return what the loss takes beside the logits: the labels; where it reads them, how many
+        each completion has and which completion a token is of, the reference's scores, which
+        completions are desirable, and what the teacher says."""
+        of_completions = self.tokens, self.completions, self.reference, self.desirable
+        read = (*of_completions, *(self.teacher or ()))
         beside = [x.to(device) for x in read if x is not None]
         labels = self.labels.to(device)
         return (labels, *beside) if beside else labels
 
     def sequences_at(self, place: int) -> MicroBatch:
         """Return the sequences at one place of each example."""
-        each = self.rows_per_example or 1
+        each = self.completions_per_example or 1
 
         def own(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x[place::each]
@@ -90,10 +99,29 @@ class MicroBatch:
             input_ids=self.input_ids[place::each],
             labels=self.labels[place::each],
             lengths=own(self.lengths),
+            tokens=own(self.tokens),
             reference=own(self.reference),
             desirable=own(self.desirable),
-            rows_per_example=1,
+            completions_per_example=1,
         )
+
+    def without_labels(self, sequences: npt.NDArray[np.bool_]) -> MicroBatch:
+        """Return the micro-batch whose sequences (B,) that are marked have no label."""
+        labels = self.labels.clone()
+        labels[torch.from_numpy(sequences)] = IGNORE_INDEX
+        tokens = None if self.tokens is None else label_counts(labels, self.completions)
+        return replace(self, labels=labels, tokens=tokens)
+
+
+def label_counts(labels: torch.Tensor, completions: torch.Tensor | None) -> torch.Tensor:
+    """Return the labels of each sequence (B,), or of each completion (N,) of packed ones.
+
+    labels, completions: (B, S), of whole sequences
+    """
+    is_label = labels[:, 1:] != IGNORE_INDEX
+    if completions is None:
+        return is_label.sum(dim=1)
+    return torch.bincount(completions[:, 1:][is_label], minlength=int(completions.max()) + 1)
 
 
 def label_mask(plan: Plan, block: SequenceBatch) -> npt.NDArray[np.bool_]:
@@ -104,7 +132,14 @@ def label_mask(plan: Plan, block: SequenceBatch) -> npt.NDArray[np.bool_]:
 
 
 def rows_per_example(plan: Plan) -> int | None:
-    """Return the sequences that the data has for an example; None where labels are what counts."""
+    """Return the sequences that the data has for an example, which batch sizes count; None where
+    labels are what counts."""
+    each = completions_per_example(plan)
+    return 1 if each is not None and plan.training.objective.packed else each
+
+
+def completions_per_example(plan: Plan) -> int | None:
+    """Return the completions that the loss reads together; None where labels are what counts."""
     if not plan.training.objective.traits.reads_preferences:
         return None
     return data_sections(plan.data)[0].documents_per_example
@@ -133,7 +168,7 @@ class TrainingBatches:
         s = plan.strategy
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.island = plan.island
-        self.packed, self.rows_per_example = uses_packing(plan), rows_per_example(plan)
+        self.packed, self._completions = uses_packing(plan), completions_per_example(plan)
         self.scored = plan.training.objective.traits.scores_sequences
         self.waits = 0
 
@@ -174,7 +209,7 @@ class TrainingBatches:
                 self.data.train.read(i),
                 self.packed,
                 self.image_processor,
-                self.rows_per_example,
+                self._completions,
                 scored=self.scored,
             )
             for i in indices
@@ -211,6 +246,7 @@ class ValidationBatches:
         multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
         numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
         self._rows, self.rows_per_example = rows, rows_per_example(plan)
+        self._completions = completions_per_example(plan)
         self._scored = plan.training.objective.traits.scores_sequences
         self.numbers = numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
         self.at_once = at_once or len(self.numbers)
@@ -228,12 +264,10 @@ class ValidationBatches:
                 self._rows.read(np.maximum(numbers, 0)),
                 self._packed,
                 self._image_processor,
-                self.rows_per_example,
+                self._completions,
                 scored=self._scored,
             )
-            fills_up = np.repeat(numbers < 0, self.rows_per_example or 1)
-            batch.labels[torch.from_numpy(fills_up)] = IGNORE_INDEX
-            yield batch
+            yield batch.without_labels(np.repeat(numbers < 0, self.rows_per_example or 1))
 
 
 def build_image_processor(
@@ -272,14 +306,14 @@ def _micro_batch(
     block: SequenceBatch,
     packed: bool,
     image_processor: ImageProcessor | ContrastiveProcessor | None = None,
-    rows_per_example: int | None = None,
+    completions_per_example: int | None = None,
     *,
     scored: bool = False,
 ) -> MicroBatch:
     """Build a micro-batch.
 
     packed: add position ids even where this block needs none, because stages exchange fixed shapes
-    rows_per_example, scored: as MicroBatch has them
+    completions_per_example, scored: as MicroBatch has them
     """
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
@@ -298,31 +332,33 @@ def _micro_batch(
     if block.teacher is not None:
         ids, log_probabilities = block.teacher
         teacher = torch.from_numpy(ids), torch.from_numpy(log_probabilities)
-    if not packed:
-        reference, desirable = (
-            None if x is None else torch.from_numpy(x) for x in (block.reference, block.desirable)
+    position_ids = None
+    if packed:
+        starts = torch.from_numpy(
+            np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts
         )
-        return MicroBatch(
-            input_ids=input_ids,
-            labels=labels,
-            position_ids=None,
-            lengths=lengths,
-            rows_per_example=rows_per_example,
-            reference=reference,
-            desirable=desirable,
-            teacher=teacher,
-            scored=scored,
-        )
-    starts = torch.from_numpy(
-        np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts
+        labels[starts] = IGNORE_INDEX
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        position_ids = places - torch.where(starts, places, 0).cummax(dim=1).values
+    completions = None
+    if block.completions is not None:
+        completions = torch.from_numpy(block.completions)
+        counts = completions.max(dim=1).values + 1
+        completions = completions + (counts.cumsum(dim=0) - counts)[:, None]
+    counts_labels = completions_per_example is None
+    reference, desirable = (
+        None if x is None else torch.from_numpy(x) for x in (block.reference, block.desirable)
     )
-    labels[starts] = IGNORE_INDEX
-    places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-    begins = torch.where(starts, places, 0).cummax(dim=1).values
     return MicroBatch(
         input_ids=input_ids,
         labels=labels,
-        position_ids=places - begins,
+        position_ids=position_ids,
         lengths=lengths,
+        completions_per_example=completions_per_example,
+        tokens=None if counts_labels else label_counts(labels, completions),
+        completions=None if counts_labels else completions,
+        reference=reference,
+        desirable=desirable,
         teacher=teacher,
+        scored=scored,
     )

@@ -1,5 +1,9 @@
-"""Reduce what the model gives a micro-batch's rows to the loss of its pairs, in every layout,
-and collect what the metrics and a reference's scores need."""
+"""Reduce what the model gives a micro-batch's tokens to the loss of its pairs, in every layout,
+and collect what the metrics and a reference's scores need.
+
+B: sequences; S: tokens of each; N: completions, of which sequences have one each, or, packed, an
+even number each.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import distributed as dist
 
-from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.preference import PAIR_LOSSES, Completions, PairLosses, kto
 from shardwright.recipe.objectives import METRICS, ObjectiveSection
 
 
 class PreferenceLoss:
-    """Return the sum of the examples' losses times `scale`. Of pairs, rows 2i and 2i + 1 are the
-    chosen and the rejected completion.
+    """Return the sum of the examples' losses times `scale`. Of pairs, completions 2i and 2i + 1 are
+    the chosen and the rejected one.
 
-    Examples of which a row has no label, which only fill up a batch, do not count.
+    Examples of which a completion has no label, which only fill up a batch, do not count.
 
     others: z0 of labelled completions, set before each step
     """
@@ -28,7 +31,7 @@ class PreferenceLoss:
         device: torch.device,
         context_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Take the group over whose ranks a row's tokens are sharded; None for whole rows."""
+        """Take the group over whose ranks a sequence's tokens are sharded; None for whole ones."""
         self.objective, self.context_group = objective, context_group
         # Sums of METRICS since they were last read, and what each is a mean over.
         self._sums = torch.zeros(2, len(METRICS), dtype=torch.float64, device=device)
@@ -37,29 +40,36 @@ class PreferenceLoss:
     def __call__(
         self,
         scores: torch.Tensor,
-        labels: torch.Tensor,
+        tokens: torch.Tensor,
+        completions: torch.Tensor | None,
         beside: Sequence[torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
         """Return the loss.
 
-        scores: (B,) fp64: the labels' log-probabilities, or a reward model's outputs, summed over
-            this rank's tokens
-        labels: (B, S) aligned with what is summed
-        beside: (B,) fp64 of the reference model, and (B,) whether the row is desirable, where the
-            objective reads them
+        scores: (B, S) the labels' log-probabilities, or a reward model's outputs, of this rank's
+            tokens; 0 where a token is no label
+        tokens: (N,) labels of each completion, over all context ranks
+        completions: (B, S) which completion each of the scores belongs to; None where each
+            sequence is one
+        beside: (N,) fp64 of the reference model, and (N,) whether the completion is desirable,
+            where the objective reads them
         """
-        tokens, shards = (labels != IGNORE_INDEX).sum(dim=1), 1
+        # Completions are compared: rounding a sum over thousands of tokens would show.
+        each, shards = scores.double(), 1
+        if completions is None:
+            scores = each.sum(dim=1)
+        else:
+            scores = each.new_zeros(len(tokens)).index_add(0, completions.flatten(), each.flatten())
         if self.context_group is not None:
             shards = dist.get_world_size(self.context_group)
-            whole = torch.stack([scores.detach(), tokens.double()])
+            whole = scores.detach().clone()
             dist.all_reduce(whole, group=self.context_group)
-            # The value is the whole row's, and the gradient that of this rank's tokens.
-            others = whole[0] - scores.detach()
-            scores, tokens = scores + others, whole[1].long()
+            # The value is the whole completion's, and the gradient that of this rank's tokens.
+            scores = scores + (whole - scores.detach())
         reference = beside[0] if beside else None
 
-        def completions(first: int, each: int) -> Completions:
+        def at(first: int, each: int) -> Completions:
             return Completions(
                 scores=scores[first::each],
                 reference=None if reference is None else reference[first::each],
@@ -69,14 +79,14 @@ class PreferenceLoss:
         o = self.objective
         if o.traits.compares_pairs:
             is_counted = (tokens[0::2] > 0) & (tokens[1::2] > 0)
-            found = PAIR_LOSSES[o.name](o, completions(0, 2), completions(1, 2))
+            found = PAIR_LOSSES[o.name](o, at(0, 2), at(1, 2))
             self._count_pairs(found, is_counted)
         else:
             is_counted, is_desirable = tokens > 0, beside[1]
-            found = kto(o, completions(0, 1), is_desirable, self.others)
+            found = kto(o, at(0, 1), is_desirable, self.others)
             self._count_labelled(found, is_counted, is_desirable)
         loss = torch.where(is_counted, found.losses, 0).sum().float() * scale
-        # Engines add up values and gradients of all ranks: each of a row's shards has the whole
+        # Engines add up values and gradients of all ranks: each shard of a sequence has the whole
         # value, and its own tokens' gradient.
         return loss if shards == 1 else loss - loss.detach() * (1 - 1 / shards)
 
@@ -105,7 +115,7 @@ class PreferenceLoss:
 
         is_counted: of the tensor ranks that compute the same loss, one is
         """
-        # Of the ranks that share each row, all have the whole row's value.
+        # Of the ranks that share each sequence, all have the whole completions' values.
         is_first = self.context_group is None or dist.get_rank(self.context_group) == 0
         total = self._sums.clone() if is_counted and is_first else torch.zeros_like(self._sums)
         dist.all_reduce(total)

@@ -374,6 +374,10 @@ class Plan:
             raise ValueError(
                 "micro_batch_size x gradient_accumulation_steps x data is not the global batch"
             )
+        if any(part.packs_pairs for part in self.data.mixture or (self.data,)) != bool(
+            self.training.objective.packed
+        ):
+            raise ValueError("pairs are packed in its data or for its objective, not for both")
         taken = s.expert * s.expert_tensor_ranks
         if (s.zero_world_size * s.tensor) % taken or s.shards_experts != bool(self.experts):
             raise ValueError(
@@ -500,7 +504,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def _leave_out_defaults(data: dict[str, Any]) -> None:
     if data["add_bos_token"] == "auto":
         del data["add_bos_token"]
-    for key in ("labelled", "scored"):
+    for key in ("labelled", "scored", "packs_pairs"):
         if not data[key]:
             del data[key]
     if data["images"] is None:

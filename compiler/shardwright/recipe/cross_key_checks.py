@@ -364,8 +364,8 @@ def objective_fits_data(view: DocumentView) -> Iterator[Diagnostic]:
     """Check that preference objectives have preference data, and no others have."""
     name = view.text("training.objective.name")
     compares = OBJECTIVES[name].reads_preferences
-    kinds = [*_kinds(view.get("data"), "data"), *_kinds(view.get("validation"), "validation")]
-    for key, kind in kinds:
+    for key, part in _data_parts(view):
+        kind = part["kind"]
         if (kind == PREFERENCE_KIND) == compares:
             continue
         pairs = [each for each, traits in OBJECTIVES.items() if traits.reads_preferences]
@@ -395,16 +395,48 @@ def objective_fits_task(view: DocumentView) -> Iterator[Diagnostic]:
     )
 
 
-def _kinds(section: JsonValue, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (key of a part, its kind) of data or of a mixture."""
-    if not isinstance(section, dict):
-        return
-    mixture = section.get("mixture")
-    if isinstance(mixture, list):
-        for number, part in enumerate(mixture):
-            yield from _kinds(part, f"{key}.mixture.{number}")
-    elif isinstance(section.get("kind"), str):
-        yield key, str(section["kind"])
+@cross_check("training.objective.name", "data", "validation")
+def packed_pairs(view: DocumentView) -> Iterator[Diagnostic]:
+    """Check that an objective compares pairs where they are packed, and that all of them are."""
+    name = view.text("training.objective.name")
+    parts = [(key, part) for key, part in _data_parts(view) if part["kind"] == PREFERENCE_KIND]
+    packed = [key for key, part in parts if part["packing"]]
+    if packed and OBJECTIVES[name].reads_labels:
+        pairs = [each for each, traits in OBJECTIVES.items() if traits.compares_pairs]
+        yield found(
+            "SW1263",
+            f"{packed[0]}.packing",
+            f"the objective {name} reads each completion with that of another prompt, and packing "
+            "does not keep both in one sequence",
+            f"Write `packing: false`, or an objective of pairs: {join_with_or(pairs)}.",
+        )
+    elif packed and len(packed) < len(parts):
+        other = next(key for key, part in parts if not part["packing"])
+        yield found(
+            "SW1264",
+            f"{other}.packing",
+            f"the pairs of {packed[0]} are packed, and those of {other} are not: a batch cannot "
+            "count sequences of both",
+            "Write the same `packing` for all preference data, validation included.",
+        )
+
+
+def _data_parts(view: DocumentView) -> Iterator[tuple[str, JsonObject]]:
+    """Yield (key, section) of the training and the validation data, or of each part of a
+    mixture."""
+    for name in ("data", "validation"):
+        section = view.get(name)
+        if not isinstance(section, dict):
+            continue
+        mixture = section.get("mixture")
+        parts = (
+            ((f"{name}.mixture.{number}", part) for number, part in enumerate(mixture))
+            if isinstance(mixture, list)
+            else ((name, section),)
+        )
+        for key, part in parts:
+            if isinstance(part, dict) and isinstance(part.get("kind"), str):
+                yield key, part
 
 
 @cross_check("training.gradient_accumulation_dtype", "training.precision")

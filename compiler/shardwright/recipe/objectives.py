@@ -110,7 +110,8 @@ class ObjectiveSection:
     """Holds the objective and its keys; None for a key that the objective does not take.
 
     reference: the absolute folder of a model or of a score file; None is the recipe's own starting
-    weights. reference_model: the folder of the model that a score file must be of.
+    weights. reference_model: the folder of the model that a score file must be of. packed: derived
+    from the data; pairs share sequences, which batch sizes count then.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ObjectiveSection:
     teacher: str | None = None
     teacher_weight: float | None = None
     center_coefficient: float | None = None
+    packed: bool | None = None
 
     @property
     def traits(self) -> ObjectiveTraits:

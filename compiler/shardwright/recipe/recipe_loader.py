@@ -208,12 +208,15 @@ def with_measured_checkpoint_rate(recipe: Recipe, gbytes_per_second: float) -> R
 
 
 def _resolved_data(data: JsonObject, source: str | None) -> JsonObject:
-    """Resolve `tokenizer: auto`, and drop `add_bos_token: auto`, so that a recipe with it and one
-    without are equal."""
+    """Resolve `tokenizer: auto`, and drop `add_bos_token: auto` and that pairs are not packed, so
+    that a recipe with them and one without are equal."""
     if "mixture" in data:
         parts = cast("list[JsonObject]", data["mixture"])
         return {**data, "mixture": [_resolved_data(part, source) for part in parts]}
-    found = {k: value for k, value in data.items() if (k, value) != ("add_bos_token", "auto")}
+    defaults: Section = {"add_bos_token": "auto"}
+    if data.get("kind") == PREFERENCE_KIND:
+        defaults["packing"] = False
+    found = {k: value for k, value in data.items() if k not in defaults or value != defaults[k]}
     if found.get("tokenizer") == "auto":
         has_ids = found.get("kind") in ("tokens", "megatron", "synthetic")
         found["tokenizer"] = None if has_ids else source or "byte"
@@ -274,12 +277,15 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
         if launch[key] is not None:
             launch[key] = absolute_path(str(launch[key]), directory)
     if isinstance(section_of_objective := training.get("objective"), dict):
-        training["objective"] = {
+        objective = {
             key: absolute_path(value, directory)
             if key in ("reference", "reference_model", "teacher") and isinstance(value, str)
             else value
             for key, value in section_of_objective.items()
         }
+        if data is not None and traits.compares_pairs and _packs(data):
+            objective["packed"] = True
+        training["objective"] = objective
     if launch["slurm"] is not None:
         slurm = dict(cast(JsonObject, launch["slurm"]))
         whole_node = "0" if slurm["exclusive"] else None
@@ -314,6 +320,12 @@ def _without_auto(section: Section) -> Section:
     return {key: None if value == "auto" else value for key, value in section.items()}
 
 
+def _packs(data: JsonObject) -> bool:
+    """Return whether pairs are packed, in all parts of a mixture or in none."""
+    parts = cast("list[JsonObject]", data.get("mixture") or [data])
+    return any(part.get("packing") is True for part in parts)
+
+
 def _data(data: Section, directory: str, traits: ObjectiveTraits) -> Section:
     """Make the paths of a data section absolute, a mixture's parts included, and add the keys that
     its kind lacks."""
@@ -322,10 +334,11 @@ def _data(data: Section, directory: str, traits: ObjectiveTraits) -> Section:
         "kind": "mixture",
         "path": None,
         "tokenizer": None,
-        "packing": True,
+        "packing": not is_preference,
         "shuffle": True,
         "labelled": traits.reads_labels and is_preference,
         "scored": traits.scores_sequences and is_preference,
+        "packs_pairs": is_preference and data.get("packing") is True,
     } | data
     if resolved["path"] is not None:
         resolved["path"] = absolute_dataset_path(

@@ -219,7 +219,9 @@ class TrainingFields:
     objective: ObjectiveSection = PLAIN_OBJECTIVE
 
     def sequences_of(self, examples: int) -> int:
-        """Return the sequences of so many examples, which batch sizes count."""
+        """Return the sequences of as many examples as a batch size counts."""
+        if self.objective.packed:
+            return examples
         return examples * self.objective.traits.sequences_per_example
 
     @property
@@ -293,6 +295,8 @@ class DataSection:
     mixture: the parts of kind "mixture" with their weights; shuffle applies to all parts.
     labelled: of preference: single completions with labels, as the objective takes them. scored: of
     preference: a reward model scores each whole sequence, and its last token is the only label.
+    packs_pairs: of preference: `packing` of the recipe, which plans had as true before pairs could
+    be packed.
     """
 
     kind: (
@@ -313,6 +317,7 @@ class DataSection:
     mixture: tuple[DataSection, ...] = ()
     labelled: bool = False
     scored: bool = False
+    packs_pairs: bool = False
 
     @property
     def documents_per_example(self) -> int:
@@ -322,7 +327,7 @@ class DataSection:
     @property
     def joins_documents(self) -> bool:
         """Return whether several documents share a sequence, apart from each other."""
-        return self.packing and self.kind in DOCUMENT_KINDS
+        return self.packs_pairs or (self.packing and self.kind in DOCUMENT_KINDS)
 
 
 TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat", PREFERENCE_KIND)
@@ -330,7 +335,7 @@ TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat", PREFERENCE_KIND)
 MASKED_KINDS = ("chat", PREFERENCE_KIND)
 """Those of whose tokens some are labels."""
 DOCUMENT_KINDS = ("text", "jsonl", "parquet", "chat", "megatron")
-"""Those that are made of documents, which packing keeps apart."""
+"""Those that are made of documents, which packing keeps apart. Pairs are packed whole."""
 PYTHON_STDLIB_DATASET, DRAWN_SHAPES_DATASET = "python-stdlib", "drawn-shapes"
 DOCSTRING_PAIRS_DATASET = "python-docstrings"
 BUILT_IN_DATASETS = {

@@ -110,7 +110,13 @@ def objective_lines(
             f"{objective.name}: the teacher's tokens are read from {objective.teacher}, which "
             "`shardwright score` writes before; these figures do not count that"
         ]
-    examples = "pairs of two sequences" if traits.compares_pairs else "labelled completions"
+    examples, each = (
+        ("sequences of whole pairs", "sequences")
+        if objective.packed
+        else ("pairs of two sequences", "pairs")
+        if traits.compares_pairs
+        else ("labelled completions", "completions")
+    )
     lines = [f"{objective.name}: {batch:,} {examples} a step"]
     if traits.forward_only_passes:
         lines[0] += ", after a forward pass over as many of other prompts; the step counts both"
@@ -124,7 +130,6 @@ def objective_lines(
         return lines
     text = "the reference is scored over all the data before the first step, in the same layout"
     if scoring_seconds is not None:
-        each = "pairs" if traits.compares_pairs else "completions"
         text += f": about {_time(scoring_seconds)} for as many {each} as a step takes"
         if steps:
             text += f", {_time(scoring_seconds * steps)} for as many as {steps:,} steps take"

@@ -11,7 +11,7 @@ from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
 from shardwright.layout.tensor_parallel_map import is_attention_sharded
-from shardwright.recipe.recipe_types import DOCUMENT_KINDS, FLASH_ATTENTION_2
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.utils.divisors import nearest_divisors, nearest_multiples
 
 FLASH_HEAD_SIZE = 256
@@ -36,11 +36,7 @@ def packed_documents_kept_separate(x: Candidate) -> Diagnostic | None:
     """Packing keeps documents apart by their positions, which every mask is given; whether that is
     enough is proved by running a tiny copy of the model (models/model_probe.py). State space
     models and recurrences read on across documents."""
-    packed = [
-        key
-        for key, part in x.recipe.dataset_sections()
-        if part.kind in DOCUMENT_KINDS and part.packing
-    ]
+    packed = [key for key, part in x.recipe.dataset_sections() if part.joins_documents]
     if not packed or not x.graph.packing:
         return None
     return found(
@@ -49,7 +45,7 @@ def packed_documents_kept_separate(x: Candidate) -> Diagnostic | None:
         f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed "
         f"documents apart: {x.graph.packing}",
         f"Write `packing: false` under {'.'.join(map(str, packed[0]))}: one stream of text cut "
-        "into sequences; a conversation a sequence.",
+        "into sequences; a conversation or a completion a sequence.",
     )
 
 
@@ -57,11 +53,7 @@ def packed_rope_length(x: Candidate) -> Diagnostic | None:
     """Rotary embeddings of some kinds (dynamic, longrope) choose their frequencies by the longest
     document of a packed sequence: what a document is trained with would depend on its neighbours.
     Below the switch nothing depends on it."""
-    packed = [
-        key
-        for key, part in x.recipe.dataset_sections()
-        if part.kind in DOCUMENT_KINDS and part.packing
-    ]
+    packed = [key for key, part in x.recipe.dataset_sections() if part.joins_documents]
     switches = length_switches(x.graph.config)
     length = x.recipe.training.sequence_length
     if not packed or all(length <= switch for _, switch in switches):

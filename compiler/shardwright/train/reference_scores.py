@@ -7,13 +7,16 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 from torch import distributed as dist
 
 from shardwright.data.dataset import Dataset
 from shardwright.data.score_digests import reference_digests, reference_score_file
 from shardwright.data.score_files import TRAIN, VALIDATION, ScoreFile
-from shardwright.data.sequences import ScoredSequences
+from shardwright.data.sequences import Indices, ScoredSequences, SequenceDataset
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
 
@@ -25,8 +28,8 @@ def with_reference(data: Dataset, open_file: Callable[[], ScoreFile]) -> Dataset
     if dist.get_rank() == 0:
         try:
             file = open_file()
-            each = file.manifest.sequences_per_example
-            told = [{n: file.part(n).sums().reshape(-1, each) for n in file.manifest.parts}]
+            rows = {TRAIN: data.train, VALIDATION: data.validation}
+            told = [{n: _scores(file, n, own) for n, own in rows.items() if own is not None}]
         except Refusal as refused:
             told = [refused]
     dist.broadcast_object_list(told, src=0)
@@ -37,9 +40,20 @@ def with_reference(data: Dataset, open_file: Callable[[], ScoreFile]) -> Dataset
     held_out = data.validation
     return replace(
         data,
-        train=ScoredSequences(data.train, scores[TRAIN]),
-        validation=held_out and ScoredSequences(held_out, scores[VALIDATION]),
+        train=ScoredSequences(data.train, *scores[TRAIN]),
+        validation=held_out and ScoredSequences(held_out, *scores[VALIDATION]),
     )
+
+
+def _scores(
+    file: ScoreFile, name: str, rows: SequenceDataset
+) -> tuple[npt.NDArray[np.float64], Indices]:
+    """Return the log-probabilities of the completions of a part, and where each example's
+    begin."""
+    if rows.read(np.zeros(1, dtype=np.int64)).completions is None:
+        scores, firsts = file.part(name).sums()
+        return scores, firsts[:: file.manifest.sequences_per_example]
+    return file.part(name).sums(lambda examples: cast(Indices, rows.read(examples).completions))
 
 
 def open_reference(plan: Plan, folder: Path) -> ScoreFile:

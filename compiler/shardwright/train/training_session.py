@@ -341,7 +341,9 @@ class Session:
         training = self.plan.training
         if self._metrics and self._tracking:
             tokens = training.tokens_per_step
-            pairs = training.global_batch_size if self._compares_pairs else None
+            # Packed sequences have more pairs or fewer.
+            counts_pairs = self._compares_pairs and not training.objective.packed
+            pairs = training.global_batch_size if counts_pairs else None
             more: dict[str, JsonValue] = dict(own)
             if noise is not None:
                 more["noise_scale"] = noise.line()

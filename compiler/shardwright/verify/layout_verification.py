@@ -234,7 +234,7 @@ def _prepare(
 
     def drawn(seed: int, rows: int) -> Tokens | Conversations | Completions:
         if objective.traits.reads_preferences:
-            return random_completions(seed, rows, tiny_copy.LENGTH, objective.traits)
+            return random_completions(seed, rows, tiny_copy.LENGTH, objective.traits, packed=packed)
         if of_talks:
             return random_conversations(seed, rows, tiny_copy.LENGTH, packed=packed)
         return random_tokens(

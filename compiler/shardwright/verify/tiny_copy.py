@@ -26,7 +26,7 @@ from shardwright.recipe.objectives import (
     ObjectiveTraits,
 )
 from shardwright.recipe.optimizer_keys import OPTIMIZER_DEFAULTS, OPTIMIZER_KEYS
-from shardwright.recipe.recipe_types import DOCUMENT_KINDS, LoraSection, OptimizerSection, Recipe
+from shardwright.recipe.recipe_types import LoraSection, OptimizerSection, Recipe
 from shardwright.search.attention_rules import length_switches
 from shardwright.utils.json_values import JsonObject, JsonValue
 
@@ -364,12 +364,18 @@ class Completions:
     """Hold records of preference data: pairs, or completions with labels."""
 
     records: tuple[JsonObject, ...]
+    packed: bool
 
     def write(self, path: Path) -> JsonObject:
         """Write the files, and return the recipe keys that name them."""
         lines = (json.dumps(record) + "\n" for record in self.records)
         path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
-        return {"kind": PREFERENCE_KIND, "path": f"{path.name}.jsonl", "tokenizer": "byte"}
+        return {
+            "kind": PREFERENCE_KIND,
+            "path": f"{path.name}.jsonl",
+            "tokenizer": "byte",
+            "packing": self.packed,
+        }
 
 
 def separate_sequences(block: SequenceBatch, *, padded: bool) -> Rows:
@@ -406,9 +412,7 @@ def separate_sequences(block: SequenceBatch, *, padded: bool) -> Rows:
 
 
 def packs_documents(recipe: Recipe) -> bool:
-    return any(
-        part.packing and part.kind in DOCUMENT_KINDS for _, part in recipe.dataset_sections()
-    )
+    return any(part.joins_documents for _, part in recipe.dataset_sections())
 
 
 def has_conversations(recipe: Recipe) -> bool:
@@ -429,17 +433,23 @@ def random_conversations(seed: int, rows: int, length: int, *, packed: bool) -> 
 
 
 def random_completions(
-    seed: int, examples: int, length: int, traits: ObjectiveTraits
+    seed: int, examples: int, length: int, traits: ObjectiveTraits, *, packed: bool
 ) -> Completions:
     """Draw records for this many examples of sequences of `length` tokens. Some completions are cut
-    at the end of their sequence; a reward model leaves those pairs out, and gets none."""
+    at the end of their sequence; a reward model leaves those pairs out, and gets none. Packed, an
+    example is a sequence, and a pair fills a third of it at least."""
     random = np.random.default_rng(seed)
 
-    def text(longest: int) -> str:
-        return "".join(map(chr, random.integers(32, 127, random.integers(1, longest))))
+    def text(longest: int, shortest: int = 1) -> str:
+        return "".join(map(chr, random.integers(32, 127, random.integers(shortest, longest))))
 
     records: list[JsonObject] = []
-    for _ in range(examples):
+    for _ in range(4 * examples if packed else 0):
+        prompt, least = text(length // 8), length // 6
+        most = length // 2 - len(prompt)
+        pair = {"prompt": prompt, "chosen": text(most, least), "rejected": text(most, least)}
+        records.append(pair)
+    for _ in range(0 if packed else examples):
         prompt = text(length // 3)
         longest = length - len(prompt) if traits.scores_sequences else length
         if traits.reads_labels:
@@ -448,7 +458,7 @@ def random_completions(
         else:
             pair = {"prompt": prompt, "chosen": text(longest), "rejected": text(longest)}
             records.append(pair)
-    return Completions(records=tuple(records))
+    return Completions(records=tuple(records), packed=packed)
 
 
 def random_tokens(

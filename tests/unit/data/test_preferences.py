@@ -218,6 +218,51 @@ def test_parts_of_a_mixture_keep_their_labels(tmp_path: Path) -> None:
     assert block.desirable.tolist() == [False] * 2 + [True] * 2
 
 
+def test_packed_pairs_share_sequences_whole(tmp_path: Path) -> None:
+    """Of a pair that is too long, each completion keeps half of the sequence, or what the other
+    leaves."""
+    records = [
+        {"prompt": "a", "chosen": "bc", "rejected": "d"},  # 3 + 2 tokens
+        {"prompt": "ef", "chosen": "g" * 18, "rejected": "h" * 10},  # cut at 10 + 10
+        {"prompt": "x" * 12, "chosen": "y", "rejected": "z"},  # no label in its 10 + 10
+        {"prompt": "i", "chosen": "j", "rejected": "k" * 30},  # 2, cut at 18
+        {"prompt": "l", "chosen": "mno", "rejected": "p"},  # 4 + 2
+    ]
+    data = pairs(tmp_path, *records, length=20, packs_pairs=True)
+    block = data.train.read(np.arange(3))
+    assert len(data.train) == 3 and block.completions is not None and block.starts is not None
+    assert bytes(block.tokens.ravel().astype(np.uint8)) == (
+        b"abcadlmnolp" + bytes(9) + b"ef" + b"g" * 8 + b"ef" + b"h" * 8 + b"iji" + b"k" * 17
+    )
+    assert block.completions[0].tolist() == [0] * 3 + [1] * 2 + [2] * 4 + [3] * 11
+    assert np.flatnonzero(block.starts[0]).tolist() == [0, 3, 5, 9, 11]
+    assert np.flatnonzero(block.completions[1:].ravel()).tolist() == [
+        *range(10, 20),
+        *range(22, 40),
+    ]
+    assert block.loss_mask is not None and block.lengths is not None
+    labels = bytes(block.tokens[block.loss_mask].astype(np.uint8))
+    assert labels == b"bcdmnop" + b"g" * 8 + b"h" * 8 + b"j" + b"k" * 17
+    assert block.lengths.tolist() == [11, 20, 20]
+    kept = data.train.read(np.asarray([1]))
+    assert kept.completions is not None and kept.completions.max() == 1
+
+
+def test_packed_pairs_of_a_mixture_are_apart(tmp_path: Path) -> None:
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        files.append(
+            written(tmp_path / name, *[{"prompt": name, "chosen": "c", "rejected": "r"}] * 2)
+        )
+    parts = tuple(part("preference", file, packs_pairs=True, weight=1.0) for file in files)
+    data = opened(plan(part("mixture", mixture=parts), length=16, batch=2), tmp_path)
+    block = data.train.read(np.asarray([1, 0]))
+    assert bytes(block.tokens[:, 0].astype(np.uint8)) == b"to"
+    assert block.completions is not None
+    assert block.completions.tolist() == [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4] * 2
+
+
 def scored(folder: Path, *records: Any, length: int = 400, **more: Any) -> Dataset:
     return pairs(folder, *records, length=length, scored=True, **more)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def test_the_label_of_a_pieces_last_token_is_the_next_pieces_first() -> None:
     assert torch.equal(first.position_ids, second.position_ids), (
         "those of the whole row: masks are made of them"
     )
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_a_token_of_a_packed_pair_goes_with_its_label(is_scored: bool) -> None:
+    """The label that a place predicts, or whose score it reads; the counts are of whole ones."""
+    completions, tokens = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 3]]), torch.arange(4)
+    whole = replace(batch(), completions=completions, tokens=tokens, scored=is_scored)
+    shards = [contiguous_shard(whole, rank, 2) for rank in range(2)]
+    found = torch.cat([s.completions for s in shards if s.completions is not None], dim=1)
+    own = completions if is_scored else completions[:, 1:]
+    assert torch.equal(found[:, : own.shape[1]], own)
+    assert all(torch.equal(s.tokens, tokens) for s in shards if s.tokens is not None)
 
 
 def test_one_rank_takes_the_batch_as_it_is() -> None:

@@ -15,7 +15,7 @@ from shardwright.data.sequences import ArraySequences, EpochSampler, Indices, Se
 from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
 from shardwright.recipe.literal_types import Schedule
-from shardwright.recipe.objectives import PLAIN_OBJECTIVE
+from shardwright.recipe.objectives import PLAIN_OBJECTIVE, ObjectiveSection
 from tests.unit.data.data_plans import part
 
 
@@ -123,6 +123,57 @@ def test_packing_restarts_positions_and_drops_first_labels() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 0, 1], [0, 0, 1, 2]]
     assert batch.labels.tolist() == [[5, 6, -100, 8], [-100, -100, 3, -100]]
     assert batch.predicted == 2 + 1
+
+
+PAIRS = SequenceBatch(
+    tokens=np.arange(24).reshape(3, 8),
+    starts=np.array([[c in "|" for c in row] for row in ("| | | |.", "|  |    ", "|   |  |")]),
+    loss_mask=np.ones((3, 8), dtype=np.bool_),
+    completions=np.array(
+        [[0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]]
+    ),
+    reference=np.arange(8.0),
+)
+"""Four completions, two and two; the last sequence ends with padding."""
+
+
+def preference_plan(**more: Any) -> Any:
+    made = plan(data=1, micro=3, accumulation=1, **more)
+    objective = ObjectiveSection(name="dpo", beta=0.1, packed=True)
+    made.training = SimpleNamespace(global_batch_size=3, objective=objective)
+    made.data = part("preference", packs_pairs=True)
+    return made
+
+
+def test_completions_of_packed_pairs_are_numbered_through_a_micro_batch() -> None:
+    data = Dataset(
+        train=OneBlock(PAIRS),
+        order=EpochSampler(3, 3, 0, shuffle=False),
+        parts=(3,),
+        validation=None,
+        steps=1,
+    )
+    [batch] = TrainingBatches(preference_plan(), data).micro_batches(1, 0)
+    assert batch.completions is not None and batch.tokens is not None
+    numbers = [[0, 0, 1, 1, 2, 2, 3, 3], [4, 4, 4, 5, 5, 5, 5, 5], [6, 6, 6, 6, 7, 7, 7, 7]]
+    assert batch.completions.tolist() == numbers
+    assert batch.tokens.tolist() == [1, 1, 1, 1, 2, 4, 3, 2], "none of a completion's first token"
+    assert batch.predicted == 4
+    read = batch.labels_and_scores()
+    assert [len(x) for x in read] == [3, 8, 3, 8], "labels, tokens, completions and reference"
+
+
+def test_packed_pairs_that_fill_a_batch_up_do_not_count() -> None:
+    [batch] = ValidationBatches(preference_plan(), PairsInTwo(PAIRS), 0)
+    assert batch.tokens is not None and batch.tokens.tolist() == [1, 1, 1, 1, 2, 4, 0, 0]
+    assert batch.predicted == 3
+
+
+class PairsInTwo(OneBlock):
+    """Two examples, of which a micro-batch of three reads one twice."""
+
+    def __len__(self) -> int:
+        return 2
 
 
 def test_rows_without_documents_have_positions_where_others_have_them() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import distributed
 
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.preference import PAIR_LOSSES, Completions
-from shardwright.parallel.distributed_losses import CausalLoss, RewardLoss
+from shardwright.parallel import distributed_losses
+from shardwright.parallel.distributed_losses import CausalLoss, ChunkedLoss, RewardLoss
+from shardwright.parallel.micro_batches import label_counts
 from shardwright.parallel.preference_loss import PreferenceLoss
 from shardwright.recipe.objectives import METRICS, OBJECTIVES, ObjectiveSection
 
@@ -92,14 +95,68 @@ def test_pairs_that_fill_up_a_batch_do_not_count(one_process: None) -> None:
     loss, first = CausalLoss(), CausalLoss()
     for each in (loss, first):
         each.objective = PreferenceLoss(objective("dpo"), CPU)
-    found = loss(logits, (labels, reference))
+    found = loss(logits, (labels, label_counts(labels, None), reference))
     assert found.dtype == torch.float32
-    assert float(found) == float(first(logits[:2], (labels[:2], reference[:2])))
+    pair = labels[:2], label_counts(labels[:2], None), reference[:2]
+    assert float(found) == float(first(logits[:2], pair))
     assert loss.objective is not None and first.objective is not None
     metrics = loss.objective.metrics(is_counted=True)
     assert metrics == first.objective.metrics(is_counted=True)
     assert set(metrics) == set(METRICS) and metrics["margin"] != 0
     assert set(loss.objective.metrics(is_counted=True).values()) == {0.0}, "they are read once"
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo"])
+@pytest.mark.parametrize("kind", [CausalLoss, ChunkedLoss])
+def test_packed_pairs_are_compared_as_those_alone(
+    kind: type[CausalLoss], name: str, one_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pairs in a sequence of 12 tokens, and one beside padding."""
+    torch.manual_seed(4)
+    monkeypatch.setattr(distributed_losses, "chunk_length", lambda rows, length: 5)
+    lengths = [[3, 4, 2, 3], [4, 5, 3]]
+    starts = [[0, 3, 7, 9], [0, 4, 9]]
+    logits, labels = torch.randn(2, 12, 11), torch.randint(11, (2, 12))
+    for row, own in enumerate(starts):
+        labels[row, own] = IGNORE_INDEX
+    labels[1, 9:] = IGNORE_INDEX  # padding
+    completions = torch.stack(
+        [
+            torch.repeat_interleave(torch.tensor(numbers), torch.tensor(own))
+            for numbers, own in zip(([0, 1, 2, 3], [4, 5, 5]), lengths, strict=True)
+        ]
+    )
+    spans = [(0, 0, 3), (0, 3, 7), (0, 7, 9), (0, 9, 12), (1, 0, 4), (1, 4, 9)]
+    reads = OBJECTIVES[name].reads_reference
+    reference = torch.randn(6, dtype=torch.float64)
+    alone = torch.zeros(())
+    plain, packed = CausalLoss(), kind()
+    plain.objective = PreferenceLoss(objective(name), CPU)
+    packed.objective = PreferenceLoss(replace(objective(name), packed=True), CPU)
+    if isinstance(packed, ChunkedLoss):
+        packed.tail = SimpleNamespace(logits=lambda hidden: hidden)  # type: ignore[assignment]
+    own_logits = logits.clone().requires_grad_()
+    for at in range(0, 6, 2):
+        most = max(stop - start for _, start, stop in spans[at : at + 2])
+        pair = torch.full((2, most), IGNORE_INDEX)
+        rows = []
+        for place, (row, start, stop) in enumerate(spans[at : at + 2]):
+            pair[place, : stop - start] = labels[row, start:stop]
+            padding = torch.zeros(most - (stop - start), 11)
+            rows.append(torch.cat([own_logits[row, start:stop], padding]))
+        beside = (reference[at : at + 2],) if reads else ()
+        given = pair, label_counts(pair, None), *beside
+        alone = alone + plain(torch.stack(rows), given)
+    alone.backward()
+    logits.requires_grad_()
+    beside = (reference,) if reads else ()
+    found = packed(logits, (labels, label_counts(labels, completions), completions, *beside))
+    found.backward()
+    assert float(found.detach()) == pytest.approx(float(alone.detach()), rel=1e-6)
+    assert logits.grad is not None and own_logits.grad is not None
+    assert torch.allclose(logits.grad, own_logits.grad, atol=1e-7)
+    metrics = packed.objective.metrics(is_counted=True)
+    assert metrics == pytest.approx(plain.objective.metrics(is_counted=True), rel=1e-6)
 
 
 def test_a_reward_is_the_score_of_the_label_itself(one_process: None) -> None:
@@ -108,7 +165,10 @@ def test_a_reward_is_the_score_of_the_label_itself(one_process: None) -> None:
     labels[0, 2] = labels[1, 0] = labels[2, 1] = 7  # of the second pair, one has no label
     loss = RewardLoss()
     loss.objective = PreferenceLoss(objective("reward"), CPU)
-    assert float(loss(scores, labels).detach()) == pytest.approx(math.log1p(math.exp(3 - 2)))
+    tokens = torch.tensor([1, 1, 1, 0])
+    assert float(loss(scores, (labels, tokens)).detach()) == pytest.approx(
+        math.log1p(math.exp(3 - 2))
+    )
     metrics = loss.objective.metrics(is_counted=True)
     assert metrics == {
         "rewards_chosen": 2.0,

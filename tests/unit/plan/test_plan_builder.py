@@ -244,7 +244,11 @@ def test_pretrained_needs_safetensors(
 def test_plan_verifies_itself(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of()
     plan.verify()
+    counts_packed_pairs = dataclasses.replace(plan.training.objective, packed=True)
     for broken in (
+        dataclasses.replace(
+            plan, training=dataclasses.replace(plan.training, objective=counts_packed_pairs)
+        ),
         dataclasses.replace(plan, nodes=2),
         dataclasses.replace(plan, stages=plan.stages[:1]),
         dataclasses.replace(plan, ranks=(plan.ranks[1], plan.ranks[0], *plan.ranks[2:])),

@@ -62,6 +62,45 @@ def test_batch_sizes_count_pairs(tmp_path: Path) -> None:
     assert training.tokens_per_step == 2 * batch * length
 
 
+def packed(data: str, packing: str = "true") -> str:
+    return f"{data[:-1]}, packing: {packing}}}"
+
+
+def test_batch_sizes_count_sequences_of_packed_pairs(tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, "{name: dpo}", packed(PAIRS))
+    assert recipe.training.objective.packed and recipe.training.sequences_of(3) == 3
+    [(_, data)] = recipe.dataset_sections()
+    assert data.joins_documents
+
+
+def test_pairs_that_are_not_packed_make_the_same_recipe(tmp_path: Path) -> None:
+    without = loaded(tmp_path, "{name: dpo}")
+    said = loaded(tmp_path, "{name: dpo}", packed(PAIRS, "false"))
+    assert without.document == said.document and without.training.objective.packed is None
+    [(_, data)] = without.dataset_sections()
+    assert not data.joins_documents
+
+
+def test_labelled_completions_are_not_packed(tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        loaded(tmp_path, "{name: kto}", packed(PAIRS))
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW1263" and diagnostic.key == ("data", "packing")
+
+
+def test_all_pairs_are_packed_or_none(tmp_path: Path) -> None:
+    mixture = f"{{mixture: [{packed(PAIRS)[:-1]}, weight: 2}}, {PAIRS[:-1]}, weight: 1}}]}}"
+    validation = f"{packed(PAIRS)}\nvalidation: {PAIRS[:-1]}, every_steps: 5}}"
+    for data, key in (
+        (mixture, ("data", "mixture", "1", "packing")),
+        (validation, ("validation", "packing")),
+    ):
+        with pytest.raises(Refusal) as refused:
+            loaded(tmp_path, "{name: dpo}", data)
+        [diagnostic] = refused.value.diagnostics
+        assert diagnostic.code == "SW1264" and diagnostic.key == key
+
+
 def test_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         loaded(tmp_path, "{name: dpo, gamma: 1}")

@@ -406,11 +406,17 @@ def test_packed_documents_are_kept_apart() -> None:
     text = DataSection(
         kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True
     )
+    pairs = dataclasses.replace(text, kind="preference", path="docstrings", packs_pairs=True)
     graph = dataclasses.replace(
         graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own"
     )
-    for packing, expected in ((True, ["SW3125"]), (False, [])):
-        recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=packing))
+    for data, expected in (
+        (text, ["SW3125"]),
+        (dataclasses.replace(text, packing=False), []),
+        (pairs, ["SW3125"]),
+        (dataclasses.replace(pairs, packs_pairs=False), []),
+    ):
+        recipe = dataclasses.replace(recipe_of(), data=data)
         found = check_layout(
             Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD
         )

@@ -17,7 +17,12 @@ from torch import distributed
 
 from shardwright.data import score_digests
 from shardwright.data.dataset import Dataset
-from shardwright.data.sequences import ArraySequences, EpochSampler, GroupedSequences
+from shardwright.data.sequences import (
+    ArraySequences,
+    EpochSampler,
+    GroupedSequences,
+    SequenceBatch,
+)
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.objectives import ObjectiveSection
 from shardwright.train import score_blocks
@@ -118,6 +123,47 @@ def test_scores_go_with_their_pairs(tmp_path: Path) -> None:
     again = Trainer()
     check(scored(tmp_path, again))
     assert again.calls == 0, "they are found"
+
+
+class PackedPairs:
+    """Sequences of one pair or two, whose tokens are of 2 or 1 a completion."""
+
+    def __len__(self) -> int:
+        return PAIRS
+
+    def read(self, indices: np.ndarray) -> SequenceBatch:
+        numbers = np.where(indices[:, None] % 2 == 0, np.arange(4) // 2, np.arange(4))
+        tokens = 4 * indices[:, None] + np.arange(4)
+        starts = np.diff(numbers, axis=1, prepend=-1) > 0
+        labels = np.ones((len(indices), 4), dtype=np.bool_)
+        return SequenceBatch(tokens=tokens, starts=starts, loss_mask=labels, completions=numbers)
+
+
+def test_scores_of_packed_pairs_are_of_each_completion(tmp_path: Path) -> None:
+    made = planned()
+    made.data = part("preference", "pairs.jsonl", packs_pairs=True)
+    made.training = replace(made.training, objective=replace(made.training.objective, packed=True))
+    order = EpochSampler(PAIRS, 2, 1, shuffle=False)
+    data = Dataset(train=PackedPairs(), order=order, parts=(PAIRS,), validation=None, steps=1)
+    blocks = ScoreBlocks(made, tmp_path, data, tmp_path / "reference", block_examples=4)
+    assert len(list(blocks.compute(PackedTrainer()))) == 3  # type: ignore[arg-type]
+    found = with_reference(data, blocks.finish)
+    block = found.train.read(np.asarray([9, 2, 3]))
+    # First tokens are no labels: completions of one token have none.
+    wanted = [0.0] * 4 + [9.0, 11.0] + [0.0] * 4
+    assert block.reference is not None and block.reference.tolist() == wanted
+
+
+class PackedTrainer:
+    """Scores a token by its id."""
+
+    def token_scores(self, rows: Any, top: int) -> torch.Tensor:
+        found = torch.zeros(rows.examples, LENGTH)
+        for numbers, batch in zip(rows.numbers, rows, strict=True):
+            for row, number in enumerate(numbers):
+                if number >= 0:
+                    found[number] = batch.input_ids[row]
+        return found
 
 
 def test_an_interruption_loses_one_block(tmp_path: Path) -> None:
