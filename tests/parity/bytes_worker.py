@@ -101,6 +101,7 @@ from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed import ds_config
 from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.deepspeed.muon_optimizer import MuonAdamW
+from shardwright.engines.trainer_protocol import Trainer
 from shardwright.layout.zero_settings import LIVE_NUMEL, PREFETCH_NUMEL
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.micro_batches import TrainingBatches
@@ -145,6 +146,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 
 def _measure(case: Case, folder: Path) -> dict[str, float]:
     by_muon = folder.name.startswith(MUON)
+    trainer: Trainer
     if folder.name.startswith(KTO):
         own = PreferenceCase(**dataclasses.asdict(case), objective={"name": "kto"})
         run = Run(own, folder)

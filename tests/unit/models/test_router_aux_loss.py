@@ -22,6 +22,12 @@ from tests.parity.router_aux_loss import row_loss
 IDS = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(autouse=True)
+def _forget_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the micro-batch that another test of this process ran last."""
+    monkeypatch.setattr(SEQUENCE_LENGTHS, "current", None)
+
+
 @pytest.mark.parametrize(
     ("name", "affinity", "routers"),
     [("mixtral", "softmax", 4), ("dense-first", "softmax", 2), ("deepseek_v3", "sigmoid", 3)],
