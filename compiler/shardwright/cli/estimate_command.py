@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardwright.layout.gpu_cluster import Cluster
     from shardwright.layout.layout import Layout
     from shardwright.layout.layout_estimate import Estimate, Training
+    from shardwright.layout.planning_problem import Problem
     from shardwright.models.model_graph import ModelGraph
     from shardwright.recipe.measurements import MeasuredValue, Measurements
     from shardwright.recipe.recipe_types import Recipe
@@ -65,6 +66,7 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
     """Print what one recipe's layout costs, and return whether it is feasible."""
     from shardwright.compile.recipe_compiler import estimate_recipe
     from shardwright.cost.goodput import goodput
+    from shardwright.cost.scoring_cost import scoring_cost
     from shardwright.recipe.recipe_loader import load_recipe
     from shardwright.search.recovery_goodput import recovery_goodput
 
@@ -84,6 +86,7 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
             "cluster": cluster_json(problem.cluster),
             "goodput": expected,
             "recovery": recovery,
+            "scoring": scoring_cost(problem, estimate),
             "assume": recipe.assume,
             **measurements_json(recipe, graph, estimate.strategy),
             **islands_json(recipe, graph, estimate),
@@ -93,6 +96,7 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
         rows = [
             *estimate_rows(estimate, recipe, expected),
             *recovery_rows(recovery),
+            *scoring_rows(problem, estimate),
             *islands_rows(recipe, graph, estimate),
         ]
         notes = measurement_note_lines(recipe, graph, problem.cluster)
@@ -137,6 +141,16 @@ def recovery_rows(found: RecoveryGoodput | None) -> list[tuple[str, str]]:
 
     lines = [] if found is None else recovery_lines(found)
     return [("" if line else "recovery", text) for line, text in enumerate(lines)]
+
+
+def scoring_rows(problem: Problem, estimate: Estimate) -> list[tuple[str, str]]:
+    """Return (name, text) rows of what is scored before the first step, the name on the first
+    alone."""
+    from shardwright.cost.scoring_cost import scoring_cost
+    from shardwright.report.plan_sentences import scoring_lines
+
+    lines = scoring_lines(problem.recipe.training, scoring_cost(problem, estimate))
+    return [("" if line else "scoring", text) for line, text in enumerate(lines)]
 
 
 def islands_cost_of(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> IslandsCost | None:

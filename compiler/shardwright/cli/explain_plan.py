@@ -32,6 +32,7 @@ from shardwright.cost.diloco_costs import (
 )
 from shardwright.cost.goodput import Goodput, goodput
 from shardwright.cost.layout_costs import RankBreakdown, StepTimeBreakdown
+from shardwright.cost.scoring_cost import scoring_cost
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.layout import in_layer_axes, in_layer_collectives_text
@@ -193,9 +194,7 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
             ("" if place else "objective", line)
             for place, line in enumerate(
                 objective_lines(
-                    priced.recipe.training,
-                    e.training.steps,
-                    found.breakdown.step.forward_only_seconds(e.strategy.zero_stage),
+                    priced.recipe.training, scoring_cost(copy_shared_fields(Problem, priced), e)
                 )
             )
         ),
@@ -459,6 +458,7 @@ def explanation_json(priced: PricedRecipe, found: PlanExplanation) -> JsonDocume
         **estimate_json(priced.name, e),
         "goodput": expected_goodput(priced),
         "recovery": expected_recovery(priced),
+        "scoring": scoring_cost(copy_shared_fields(Problem, priced), e),
         **islands_json(priced.recipe, priced.graph, e),
         "name": priced.recipe.name,
         "model": {

@@ -21,6 +21,7 @@ from shardwright.cli.estimate_command import (
     measurement_note_lines,
     measurements_json,
     recovery_rows,
+    scoring_rows,
 )
 from shardwright.cli.plan_summary import summary_lines, wrapped_lines, wrapped_rows
 from shardwright.cli.terminal import (
@@ -32,6 +33,7 @@ from shardwright.cli.terminal import (
 )
 from shardwright.cost.goodput import Goodput, goodput
 from shardwright.cost.prediction_errors import error_benchmark
+from shardwright.cost.scoring_cost import scoring_cost
 from shardwright.diagnostics import Refusal
 from shardwright.layout.axes import AXES, Axis, value_text
 from shardwright.layout.layout import Layout, auto_by_default_axes
@@ -304,6 +306,7 @@ def plan_json(
         "search_seconds": result.seconds,
         "goodput": None if expected is None else expected[0],
         "recovery": None if expected is None else expected[1],
+        "scoring": None if best is None else scoring_cost(problem, best),
     }
     if sizing is not None:
         document["sizing"] = {
@@ -324,12 +327,12 @@ def expected_goodput(
 
 
 def _expected_rows(problem: Problem, best: Estimate) -> list[tuple[str, str]]:
-    """Return (name, text) rows of what the recipe's own copies in memory cost, and of what its
-    launch.recovery is worth; [] where it has neither."""
+    """Return (name, text) rows of what the recipe's own copies in memory cost, of what its
+    launch.recovery is worth, and of what is scored before the first step; [] where it has none."""
     by_hand, recovery = expected_goodput(problem, best)
     copies = by_hand and by_hand.memory
     rows = [("memory", memory_copy_text(copies))] if copies else []
-    return [*rows, *recovery_rows(recovery)]
+    return [*rows, *recovery_rows(recovery), *scoring_rows(problem, best)]
 
 
 def _slower_region_json(region: SlowerRegion) -> JsonDocument:

@@ -263,16 +263,19 @@ class StepTimeBreakdown:
         seconds: float = sum(getattr(self, field.name) for field in fields(self))
         return seconds
 
-    def forward_only_seconds(self, zero_stage: int) -> float:
-        """Return the seconds of a forward pass over a step's sequences, which scores them.
+    def scoring_seconds(self, zero_stage: int, forwards: int = 1) -> float:
+        """Return the seconds of the forward passes over a step's sequences, which score them.
 
-        Half of the sends go forward. A third of a micro-batch's overhead is the forward pass's, and
-        of the traffic over data ranks, which gathers parameters at ZeRO-3. The pipeline idles in
-        proportion.
+        A backward pass sends as much as a forward pass and takes two forward passes' share of a
+        micro-batch's overhead. So it does of the traffic over data ranks, which gathers parameters
+        at ZeRO-3. The pipeline idles in proportion.
+
+        forwards: of a step, those without a backward pass included
         """
         shared = self.host_seconds + (self.data_comm_seconds if zero_stage == 3 else 0.0)
         forward = self.forward_seconds + self.tensor_forward_seconds
-        forward += self.pipeline_comm_seconds / 2 + shared * FORWARD_SHARE
+        forward += self.pipeline_comm_seconds * forwards / (forwards + 1)
+        forward += shared * forwards / (forwards + 2)
         working = self.total_seconds - self.idle_seconds - self.optimizer_seconds
         working -= self.outer_comm_seconds
         return forward * (1 + self.idle_seconds / working) if working > 0 else forward

@@ -10,6 +10,7 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.diloco_costs import ISLANDS, IslandsCost
 from shardwright.cost.goodput import Goodput, MemoryCopyCost
 from shardwright.cost.prediction_errors import LEAST_RUNS, LEAST_SOURCES, error_benchmark
+from shardwright.cost.scoring_cost import ScoringCost
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
 from shardwright.recipe.objectives import NEXT_TOKEN
@@ -92,50 +93,64 @@ def error_source_text() -> str:
     )
 
 
-def objective_lines(
-    training: TrainingFields, steps: int, scoring_seconds: float | None
-) -> list[str]:
+def objective_lines(training: TrainingFields, cost: ScoringCost | None) -> list[str]:
     """Return what a step's examples are, what is read of another model, and what that costs; empty
-    for next tokens.
-
-    steps: 0 where they are not known yet
-    scoring_seconds: of a forward pass over a step's examples in the training's layout
-    """
+    for next tokens. cost: of `scoring_cost`."""
     objective, batch = training.objective, training.global_batch_size
     traits = objective.traits
     if objective.name == NEXT_TOKEN:
         return []
-    if traits.reads_teacher:
-        return [
-            f"{objective.name}: the teacher's tokens are read from {objective.teacher}, which "
-            "`shardwright score` writes before; these figures do not count that"
-        ]
-    examples, each = (
-        ("sequences of whole pairs", "sequences")
-        if objective.packed
-        else ("pairs of two sequences", "pairs")
-        if traits.compares_pairs
-        else ("labelled completions", "completions")
-    )
-    lines = [f"{objective.name}: {batch:,} {examples} a step"]
+    lines = []
+    if traits.reads_preferences:
+        examples = (
+            "sequences of whole pairs"
+            if objective.packed
+            else "pairs of two sequences"
+            if traits.compares_pairs
+            else "labelled completions"
+        )
+        lines = [f"{objective.name}: {batch:,} {examples} a step"]
     if traits.forward_only_passes:
         lines[0] += ", after a forward pass over as many of other prompts; the step counts both"
-    if not traits.reads_reference:
-        return lines
-    if objective.reference is not None:
-        lines.append(
-            f"the reference {objective.reference} has a layout of its own, which these figures do "
-            "not count"
+    return lines + scoring_lines(training, cost)
+
+
+def scoring_lines(training: TrainingFields, cost: ScoringCost | None) -> list[str]:
+    """Return what is scored before the first step, how long that takes and the bytes of its file.
+    cost: of `scoring_cost`."""
+    if cost is None:
+        return []
+    objective, traits = training.objective, training.objective.traits
+    each = (
+        "sequences"
+        if objective.packed
+        else "pairs"
+        if traits.compares_pairs
+        else "completions"
+        if traits.reads_labels
+        else "examples"
+    )
+    if traits.reads_teacher:
+        text = (
+            f"{objective.name}: the teacher's tokens are read from {cost.scored}, which "
+            "`shardwright score` writes before; these figures do not count that"
         )
-        return lines
-    text = "the reference is scored over all the data before the first step, in the same layout"
-    if scoring_seconds is not None:
-        text += f": about {_time(scoring_seconds)} for as many {each} as a step takes"
-        if steps:
-            text += f", {_time(scoring_seconds * steps)} for as many as {steps:,} steps take"
+    elif cost.scored is not None:
+        text = (
+            f"the reference {cost.scored} has a layout of its own, which these figures do not count"
+        )
+    else:
+        text = "the reference is scored over all the data before the first step, in the same layout"
+        if cost.step_seconds is not None:
+            text += f": about {_time(cost.step_seconds)} for as many {each} as a step takes"
+        if cost.training_seconds is not None:
+            text += f", {_time(cost.training_seconds)} for as many as {cost.steps:,} steps take"
         text += "; the time of the training does not count that"
-    lines.append(text)
-    return lines
+    size = f"at most {format_bytes(cost.step_bytes)} for as many {each} as a step takes"
+    if cost.training_bytes is not None:
+        size += f", {format_bytes(cost.training_bytes)} for as many as {cost.steps:,} steps take"
+    with_top = f" with --top {cost.top}" if cost.top else ""
+    return [text, f"the score file{with_top} has {size}"]
 
 
 def hpz_text(s: Layout) -> str:

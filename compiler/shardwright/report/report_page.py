@@ -19,8 +19,9 @@ from shardwright.compile.compiled_folder import CompiledFolder
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.diloco_costs import IslandsCost, inner_step_seconds, islands_cost
 from shardwright.cost.goodput import goodput
-from shardwright.cost.layout_costs import break_down, training_estimate
+from shardwright.cost.layout_costs import training_estimate
 from shardwright.cost.peak_memory import bytes_with_headroom
+from shardwright.cost.scoring_cost import scoring_cost
 from shardwright.data.dataset import recorded_step_count
 from shardwright.layout.layout import Layout, in_layer_collectives_text
 from shardwright.layout.layout_estimate import Training
@@ -111,13 +112,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         layout=plan.strategy.describe(),
         weights=weights_summary(subject.recipe.model.weights),
         verdict=_verdict(subject),
-        objective_lines=objective_lines(
-            plan.training,
-            training.steps,
-            break_down(subject.layout, subject.estimate).step.forward_only_seconds(
-                plan.strategy.zero_stage
-            ),
-        ),
+        objective_lines=objective_lines(plan.training, scoring_cost(problem, estimate)),
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
         error=subject.estimate.error,
         error_bar_text=error_bar_text(subject.estimate.error),
