@@ -75,11 +75,12 @@ class Host:
         listed = self.must("ps", "-eo", "pid=,args=").splitlines()
         return [line.strip() for line in listed if "sshd" not in line and "ps -eo" not in line]
 
-    def over_mount(self, path: Path, content: str, scratch: Path) -> None:
-        """Only on this host, `path` reads `content`."""
-        own = scratch / f"{self.name}-{path.name}"
-        own.write_text(content)
-        self.must("mount", "--bind", own, path)
+    def overlay(self, folder: Path) -> None:
+        """Let what this host changes in `folder` be seen on this host alone."""
+        upper, work = "/run/overlay/upper", "/run/overlay/work"
+        self.must("mkdir", "-p", upper, work)
+        layers = f"lowerdir={folder},upperdir={upper},workdir={work}"
+        self.must("mount", "-t", "overlay", "overlay", "-o", layers, folder)
 
 
 @contextlib.contextmanager
