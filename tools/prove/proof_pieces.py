@@ -433,6 +433,10 @@ PIECES: dict[str, Piece] = {
         tests=("tests/launch/test_jobset_pods.py",),
         source_paths=(*CHECKPOINTS, *RUN, "supervise"),
     ),
+    "ray": Piece(
+        tests=("tests/launch/test_ray.py",),
+        source_paths=(*CHECKPOINTS, *RUN, "launch/launchers"),
+    ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), source_paths=("layout",)),
     "hosts": Piece(
         tests=("tests/launch/test_hosts.py",), source_paths=LAUNCH, areas=("hosts",), hosts=True

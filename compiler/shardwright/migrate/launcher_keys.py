@@ -22,9 +22,7 @@ from shardwright.migrate.recipe_draft import (
 from shardwright.utils.file_io import read_regular_text_file
 from shardwright.utils.shell_script import resolved_text
 
-_LAUNCHERS = tuple(
-    name for name, row in LAUNCHERS.items() if row.program and not row.has_separate_filesystem
-)
+_LAUNCHERS = ("pdsh", "slurm", "openmpi")
 """Lists the launchers that `deepspeed --launcher` shares with `launch.launcher`."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
 _OWN_PROGRAM = "shardwright run trains by a program of its own"

@@ -432,7 +432,7 @@ class KubernetesSection:
     where volume_claim is mounted.
 
     secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (else), before the
-    job fails. labels: of the Job, JobSet or TrainJob. pod_patch: merged into the pod template.
+    job fails. labels: of the object itself. pod_patch: merged into the ranks' pod template.
     """
 
     image: str
@@ -443,7 +443,7 @@ class KubernetesSection:
     secret: str | None
     gpu_resource: str
     restarts: int
-    kind: str = "auto"  # job | jobset | trainjob; auto in a recipe only
+    kind: str = "auto"  # job | jobset | trainjob | rayjob; auto in a recipe only
     labels: Mapping[str, str] = field(default_factory=dict)
     pod_patch: JsonObject = field(default_factory=dict)
 
@@ -489,7 +489,7 @@ class LaunchSection:
     recovery: None where the recipe has none.
     """
 
-    launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes | skypilot | dstack
+    launcher: str  # auto, or a row of launcher_table.py
     hostfile: str | None
     master_addr: str | None  # None = auto
     master_port: int | None

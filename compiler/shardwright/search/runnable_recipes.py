@@ -79,8 +79,8 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
         "launch.launcher": (
             launch.kubernetes is not None
             or launch.task is not None
-            or launch.launcher == "kubernetes",
-            "Use another launcher: a pod or a task of one island was not tried.",
+            or launch.launcher in ("kubernetes", "ray"),
+            "Use another launcher: a pod, a task or a Ray job of one island was not tried.",
         ),
     }
     for key, (is_wrong, help) in beside.items():

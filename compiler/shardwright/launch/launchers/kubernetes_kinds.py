@@ -13,6 +13,8 @@ MAX_SERVICE_NAME = 52
 """Characters of the name that a Service, its Job and its pods share: a pod's number follows."""
 MAX_JOBSET_NAME = 43
 """Leaves room for -ranks-0-12345-abcde in the 63 characters of a pod's name."""
+MAX_RAYJOB_NAME = 47
+"""Characters that KubeRay takes for a RayJob's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class KubernetesKind:
     Kubernetes. replicated_job: the name of the JobSet's one group of pods. container: the name of
     the ranks' container. max_name: most characters of the object's name.
     replans: whether all pods restart together, so that they can agree on a plan for fewer nodes.
+    node_rank_expression: a node's number in the shell's words, where it is not that of an Indexed
+    Job's pod.
     untested: how the manifests were checked, for a kind that has not run.
     """
 
@@ -42,6 +46,7 @@ class KubernetesKind:
     container: str = POD_CONTAINER
     max_name: int = MAX_JOBSET_NAME
     replans: bool = False
+    node_rank_expression: str | None = None
     untested: str | None = None
 
     @property
@@ -97,5 +102,20 @@ KUBERNETES_KINDS: Mapping[str, KubernetesKind] = {
         replicated_job="node",
         container="node",
         untested="Kubeflow's published models (kubeflow-trainer-api 2.3)",
+    ),
+    "rayjob": KubernetesKind(
+        title="RayJob",
+        templates={
+            "launch/rayjob.yaml": "kubernetes_rayjob.yaml.j2",
+            "launch/ray_nodes.py": "ray_nodes.py.j2",
+        },
+        created="launch/rayjob.yaml",
+        pod_template="launch/rayjob.yaml",
+        dry_run=("launch/rayjob.yaml",),
+        resources=("rayjobs.ray.io",),
+        controller="the KubeRay operator (https://docs.ray.io/en/latest/cluster/kubernetes)",
+        max_name=MAX_RAYJOB_NAME,
+        node_rank_expression="${NODE_RANK:?launch/ray_nodes.py starts this file}",
+        untested="KubeRay's published CRD (1.7)",
     ),
 }

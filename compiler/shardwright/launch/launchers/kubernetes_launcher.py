@@ -42,8 +42,10 @@ def apply_pod_patch(manifest: str, patch: JsonObject, container: str = POD_CONTA
     yaml.indent(mapping=2, sequence=4, offset=2)
     document = yaml.load(manifest)
     pods = document["spec"]
-    while "containers" not in pods.get("spec", {}):  # in a Job, in a JobSet, in a runtime
-        pods = pods["replicatedJobs"][0] if "replicatedJobs" in pods else pods
+    while "containers" not in pods.get("spec", {}):  # in a Job, JobSet, runtime or RayJob
+        pods = pods.get("rayClusterSpec", pods)
+        for group in ("replicatedJobs", "workerGroupSpecs"):
+            pods = pods[group][0] if group in pods else pods
         pods = pods["spec"] if "spec" in pods else pods["template"]
     _merge_fields(pods, patch, POD_TEMPLATE_TYPE)
     _follow_patch(pods["spec"], patch, container)

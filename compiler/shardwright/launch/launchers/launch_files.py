@@ -103,6 +103,8 @@ def _render(template: str, plan: Plan, path: str) -> str:
         root="../" * path.count("/"),  # the compiled folder, from the script's own
         kubernetes=kubernetes,
         kind=kind,
+        node_rank=(kind and kind.node_rank_expression)
+        or LAUNCHERS[plan.launch.launcher].node_rank_expression,
         name=kubernetes_name(plan.name, MAX_TASK_NAME if kind is None else kind.max_name),
         error_events=error_events(plan.launch.recovery),
         pod_label=POD_LABEL,

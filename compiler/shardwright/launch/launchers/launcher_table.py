@@ -170,6 +170,18 @@ _ROWS = (
         restart_limit="dstack restarts for as long as its `retry.duration`",
         untested="dstack's published schema (0.22)",
     ),
+    Launcher(
+        name="ray",
+        templates={
+            "launch.sh": "ray.sh.j2",
+            "launch/ray_nodes.py": "ray_nodes.py.j2",
+            "launch/node.sh": "node.sh.j2",
+        },
+        program="ray",
+        scheduler="shardwright.launch.launchers.ray_launcher",
+        node_rank_expression="${NODE_RANK:?launch/ray_nodes.py starts this file}",
+        own_restart_keys=("retries",),
+    ),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ROWS}
 RANKS_STEP = "ranks"

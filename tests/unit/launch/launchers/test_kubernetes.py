@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from tests.unit.launch.launchers.two_node_recipes import KUBERNETES, TWO_NODES, 
 from tools.generate import kubernetes_pod_fields
 
 SCHEMA = json.loads(Path(__file__).with_name("kubernetes.schema.json").read_text())
+RAYJOB_SCHEMA = json.loads(Path(__file__).with_name("rayjob.schema.json").read_text())
 KUBERNETES_VERSIONS = ("1.30", kubernetes_pod_fields.VERSION)
 
 
@@ -41,7 +44,7 @@ def published(manifest: dict[str, Any]) -> None:
     """Raises where the API does not take it. Jobs and Services by Kubernetes' OpenAPI, which the
     package kubernetes-validate ships; JobSets by the models that Kubeflow generates from JobSet's,
     kubeflow-trainer-api, which drop what they do not know, and the Job in them again by
-    Kubernetes'."""
+    Kubernetes'; RayJobs by KubeRay's CRD, and the pod templates in them by Kubernetes'."""
     if manifest["kind"] == "JobSet":
         model = JobSet.from_dict(manifest)
         assert model is not None and model.to_dict() == manifest
@@ -54,6 +57,12 @@ def published(manifest: dict[str, Any]) -> None:
         assert model is not None and model.to_dict() == manifest
         if manifest["kind"] == "TrainingRuntime":
             published({"kind": "JobSet", **manifest["spec"]["template"]})
+    elif manifest["kind"] == "RayJob":
+        jsonschema.validate(manifest, RAYJOB_SCHEMA)
+        cluster = manifest["spec"]["rayClusterSpec"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            template = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
+            published(template)
     else:
         for version in KUBERNETES_VERSIONS:
             kubernetes_validate.validate(manifest, version, strict=True)
@@ -175,6 +184,69 @@ def test_a_trainjob_runs_the_jobset_of_its_own_runtime(compiled: Compile) -> Non
     assert jobset == expected
 
 
+def test_a_rayjob_has_a_worker_a_node(compiled: Compile, tmp_path: Path) -> None:
+    section = {**KUBERNETES, "namespace": "team", "secret": "tokens", "restarts": 5}
+    labels = {"kueue.x-k8s.io/queue-name": "team"}
+    launch = {"kubernetes": {**section, "kind": "rayjob", "labels": labels}, "env_from": ["TOKEN"]}
+    out = compiled(launch)
+    job = read(out / "launch/rayjob.yaml")
+    assert (job["metadata"]["namespace"], job["metadata"]["labels"]) == ("team", labels)
+    spec = job["spec"]
+    assert (spec["backoffLimit"], spec["shutdownAfterJobFinishes"]) == (5, True)
+    assert spec["entrypoint"] == "python3 /shared/run/launch/ray_nodes.py"
+    (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    head = spec["rayClusterSpec"]["headGroupSpec"]
+    assert [workers[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 2]
+    assert workers["rayStartParams"]["num-gpus"] == "2"
+    assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}  # no ranks there
+    (ranks,) = workers["template"]["spec"]["containers"]
+    assert "command" not in ranks and "workingDir" not in ranks  # KubeRay's `ray start`
+    token = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "tokens", "key": "TOKEN"}}}
+    assert token in ranks["env"] and ranks["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    for pod in (head["template"]["spec"], workers["template"]["spec"]):
+        assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "data"}
+        assert pod["containers"][0]["volumeMounts"][0]["mountPath"] == "/shared"
+        assert pod["containers"][0]["image"] == "ghcr.io/me/train:1"
+    assert "affinity" in workers["template"]["spec"]
+    printed = start(out, install(tmp_path / "bin")).stdout
+    assert printed == "kubectl:<create><-f><launch/rayjob.yaml>\n"
+    on_node = start(
+        out, install(tmp_path / "bin"), script="launch/node.sh", NODE_RANK="1", MASTER_ADDR="a"
+    ).stdout
+    assert "<--node_rank><1><--master_addr><a>" in on_node
+    long = read(compiled(launch, name="x" * 64) / "launch/rayjob.yaml")["metadata"]["name"]
+    assert len(long) == 47
+
+
+@pytest.mark.parametrize(
+    ("group", "script"), [("worker", "launch/node.sh"), ("head", "launch/ray_nodes.py")]
+)
+def test_a_ray_pod_that_is_deleted_waits_for_its_ranks_alone(
+    group: str, script: str, compiled: Compile, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    section = {
+        **KUBERNETES,
+        "kind": "rayjob",
+        "directory": str(folder),
+        "mount_path": str(tmp_path),
+    }
+    job = read(compiled({"kubernetes": section}) / "launch/rayjob.yaml")
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    pods = {"worker": workers, "head": cluster["headGroupSpec"]}
+    (container,) = pods[group]["template"]["spec"]["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    (folder / "run").mkdir()
+    assert subprocess.run(command, timeout=20, check=False).returncode == 0
+    assert not (folder / "run/stop").exists()
+    (folder / script).write_text("until [[ -e run/stop ]]; do sleep 0.1; done; sleep 1")
+    ranks = subprocess.Popen(["bash", str(folder / script)], cwd=folder)
+    time.sleep(0.5)
+    subprocess.run(command, timeout=20, check=False)
+    assert ranks.poll() == 0  # they saved first
+
+
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_pods_that_train_on_fewer_nodes(kind: str, compiled: Compile) -> None:
     section = {"kubernetes": {**KUBERNETES, "kind": kind}}
@@ -202,6 +274,7 @@ def test_pods_that_train_on_fewer_nodes(kind: str, compiled: Compile) -> None:
         ("trainjob", {"retries": 9}, ["SW5222"]),
         ("jobset", {"spares": 1}, ["SW5222"]),
         ("job", {"min_nodes": 1}, ["SW5214"]),
+        ("rayjob", {"retries": 3}, ["SW5214"]),
     ],
 )
 def test_recovery_in_kubernetes(
@@ -219,7 +292,9 @@ def test_a_trainjob_is_created_after_its_runtime(compiled: Compile, tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize(("kind", "codes"), [("trainjob", ["SW5221"]), ("jobset", [])])
+@pytest.mark.parametrize(
+    ("kind", "codes"), [("trainjob", ["SW5221"]), ("rayjob", ["SW5221"]), ("jobset", [])]
+)
 def test_a_kind_that_has_not_run_is_warned_of(
     kind: str, codes: list[str], write_recipe: Callable[..., Path]
 ) -> None:
@@ -269,7 +344,9 @@ def test_kubernetes_pod_patch(kind: str, compiled: Compile) -> None:
     job = read(out / row.pod_template)["spec"]
     if kind == "trainjob":
         job = job["template"]["spec"]
-    if kind != "job":
+    if kind == "rayjob":
+        job = job["rayClusterSpec"]["workerGroupSpecs"][0]
+    elif kind != "job":
         job = job["replicatedJobs"][0]["template"]["spec"]
     template, pod = job["template"], job["template"]["spec"]
     assert template["metadata"] == {
@@ -290,7 +367,8 @@ def test_kubernetes_pod_patch(kind: str, compiled: Compile) -> None:
     }
     assert ranks["resources"]["requests"] == {"cpu": 96}
     assert ranks["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    assert [variable["name"] for variable in ranks["env"]] == ["MASTER_ADDR", "POD_IP"]
+    first = "RAY_memory_monitor_refresh_ms" if kind == "rayjob" else "MASTER_ADDR"
+    assert [variable["name"] for variable in ranks["env"]] == [first, "POD_IP"]
     assert [mount["mountPath"] for mount in ranks["volumeMounts"]] == [
         "/shared",
         "/dev/shm",
