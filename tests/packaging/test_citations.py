@@ -61,6 +61,8 @@ def prose() -> list[Path]:
 def there(path: str, beside: Path) -> bool:
     if path.startswith("megatron/") and (MEGATRON is None or path.startswith(LATER)):
         return True
+    if (ROOT / "templates" / f"{path}.j2").exists():  # a compile writes it
+        return True
     return any((base / path).exists() for base in [*BASES, beside.parent])
 
 

@@ -185,6 +185,7 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "kernels",
         "target",
         "other_engine",
+        "scoring",
     }
     assert set(found) == keys
     steps = [plan["time"]["step_seconds"] for plan in found["plans"] if plan["feasible"]]

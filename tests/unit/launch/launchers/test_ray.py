@@ -51,7 +51,7 @@ def test_the_entrypoint_knows_the_plan(compiled: Compile, tmp_path: Path) -> Non
     text = (out / "launch/ray_nodes.py").read_text()
     assert 'NODES = 2\nBUNDLE = {"GPU": 2}\nRETRIES = 4\n' in text
     submit = (out / "launch.sh").read_bytes()
-    assert b'ray job submit --no-wait -- python3 "$PWD/launch/ray_nodes.py"' in submit
+    assert b'ray job submit --no-wait -- python3 "$PWD"/launch/ray_nodes.py' in submit
     assert not shell_warnings(submit)
     path = install(tmp_path / "bin")
     printed = start(out, path, script="launch/node.sh", NODE_RANK="1", MASTER_ADDR="a").stdout
