@@ -87,7 +87,8 @@ def train_by_objective(model: Any, case: Case, measure: Measure) -> PlainObjecti
         rates.append(rate)
     # peft puts its own modules around the model.
     weights = {
-        name.removeprefix("base_model.model."): p.detach() for name, p in model.named_parameters()
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): p.detach()
+        for name, p in model.named_parameters()
     }
     with torch.no_grad():
         loss, own = measure(range(HELD_OUT))
