@@ -1,10 +1,24 @@
-"""The layouts under which each objective is compared with a plain loop: eight kinds of two model
-types, eight of adapters, and checkpoints that another layout resumes."""
+"""Compare each objective with a plain loop: eight kinds of layouts of two model types, eight of
+adapters, and checkpoints that another layout resumes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from shardwright.utils.numeric_difference import largest_difference
+from tests.parity.case_launches import launched
+from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE
+
+LIMITS = {
+    "loss": LOSS_ABSOLUTE,
+    "held out": LOSS_ABSOLUTE,
+    "norm": NORM_RELATIVE,
+    "weight": 1e-5,
+    "metrics": 1e-5,
+}
+"""Difference from the plain loop -> the most that it may be."""
 Fields = dict[str, Any]
 TYPES = ("llama", "gpt2")
 OVER_TWO: dict[str, Fields] = {
@@ -58,3 +72,18 @@ def over_four_ranks() -> dict[str, Fields]:
         for model in TYPES
         for name, fields in OVER_FOUR.items()
     }
+
+
+def check(cases: Mapping[str, Any], folder: Path, worker: str, **limits: float) -> None:
+    """Train the cases in one launch of a worker, and assert their largest differences.
+
+    limits: of what the worker measures beside LIMITS
+    """
+    found = launched(cases, folder, worker)
+    largest = {
+        name: largest_difference(line[name] for line in found.values())
+        for name in next(iter(found.values()))
+    }
+    print(largest)
+    for name, limit in {**LIMITS, **limits}.items():
+        assert largest[name] <= limit, (name, found)

@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.utils.numeric_difference import largest_difference
-from tests.parity.case_launches import launched
 from tests.parity.distillation import DistillationCase as Case
-from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE
-from tests.parity.objective_layouts import over_four_ranks, over_two_ranks
-
-WEIGHT_ABSOLUTE = 1e-5
+from tests.parity.objective_layouts import check, over_four_ranks, over_two_ranks
 
 SAMPLE: dict[str, Case] = {
     "llama-tp2-chunked": Case(model="llama", tensor=2, loss="chunked", weight=0.6),
@@ -74,14 +69,4 @@ EVERY_FOUR = {name: Case(weight=0.7, **fields) for name, fields in over_four_ran
     ],
 )
 def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
-    found = launched(cases, tmp_path, "distillation_worker.py")
-
-    def largest(name: str) -> float:
-        return largest_difference(line[name] for line in found.values())
-
-    print({name: largest(name) for name in next(iter(found.values()))})
-    assert largest("loss") <= LOSS_ABSOLUTE, found
-    assert largest("held out") <= LOSS_ABSOLUTE, found
-    assert largest("norm") <= NORM_RELATIVE, found
-    assert largest("weight") <= WEIGHT_ABSOLUTE, found
-    assert largest("metrics") <= 1e-5, found
+    check(cases, tmp_path, "distillation_worker.py")

@@ -56,7 +56,7 @@ def with_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTraine
 def test_trains_as_generalized_knowledge_distillation(
     model: str, layout: dict[str, int], tmp_path: Path
 ) -> None:
-    """With no text of the student's own, by forward KL, over the whole vocabulary."""
+    """Compare with no text of the student's own, by forward KL, over the whole vocabulary."""
     config = {**MODELS[model], "vocab_size": VOCABULARY}
     tokenizer = with_template(write_tokenizer(tmp_path / "tokenizer"), tmp_path / "tokenizer")
     rows = [{"messages": record["chosen"]} for record in records(of_messages=True)]

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.utils.numeric_difference import largest_difference
-from tests.parity.case_launches import launched
-from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE
-from tests.parity.objective_layouts import over_four_ranks, over_two_ranks
+from tests.parity.objective_layouts import check, over_four_ranks, over_two_ranks
 from tests.parity.preference import PreferenceCase as Case
 
-WEIGHT_ABSOLUTE = 1e-5
 IPO = {"name": "ipo", "beta": 0.2}
 AVERAGED = {"name": "ipo", "beta": 0.2, "average": True}
 SIMPO = {"name": "simpo", "beta": 2.0, "gamma": 0.7}
@@ -218,6 +214,7 @@ FOUR: dict[str, Case] = {
 }
 
 
+WORKER, LIMITS = "preference_worker.py", {"scores": 1e-5, "exported": 1e-5}
 EVERY: dict[str, dict[str, Any]] = {
     "dpo": {"name": "dpo", "beta": 0.3},
     "ipo": IPO,
@@ -228,22 +225,6 @@ EVERY: dict[str, dict[str, Any]] = {
 }
 
 
-def check(cases: dict[str, Case], folder: Path) -> None:
-    found = launched(cases, folder, "preference_worker.py")
-
-    def largest(name: str) -> float:
-        return largest_difference(line[name] for line in found.values())
-
-    print({name: largest(name) for name in next(iter(found.values()))})
-    assert largest("loss") <= LOSS_ABSOLUTE, found
-    assert largest("held out") <= LOSS_ABSOLUTE, found
-    assert largest("norm") <= NORM_RELATIVE, found
-    assert largest("weight") <= WEIGHT_ABSOLUTE, found
-    assert largest("scores") <= 1e-5, found
-    assert largest("metrics") <= 1e-5, found
-    assert largest("exported") <= 1e-5, found
-
-
 @pytest.mark.launch
 @pytest.mark.prove
 @pytest.mark.parametrize("objective", EVERY)
@@ -252,7 +233,7 @@ def test_every_layout(objective: str, tmp_path: Path) -> None:
     every = {"two": over_two_ranks(lora=objective != "reward"), "four": over_four_ranks()}
     for ranks, fields in every.items():
         cases = {name: Case(objective=own, **each) for name, each in fields.items()}
-        check(cases, tmp_path / ranks)
+        check(cases, tmp_path / ranks, WORKER, **LIMITS)
 
 
 @pytest.mark.launch
@@ -271,4 +252,4 @@ def test_every_layout(objective: str, tmp_path: Path) -> None:
     ],
 )
 def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
-    check(cases, tmp_path)
+    check(cases, tmp_path, WORKER, **LIMITS)

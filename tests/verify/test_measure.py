@@ -150,7 +150,7 @@ def test_metrics_of_the_objective(
 
 
 def test_the_accuracy_of_a_model_that_is_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first step rounding decides it; not against another model, nor without one."""
+    """Rounding decides it at the first step, but not against another model, nor without one."""
     lines = [{**PAIRS[0], "accuracy": 0.0}, *PAIRS[1:]]
     assert with_metrics(monkeypatch, lines) == []
     other = ObjectiveSection(name="dpo", beta=0.1, reference="/another")

@@ -16,7 +16,7 @@ ASSUMED_TOP = 32
 LABEL_BYTES = 8
 """Bytes of a label's place and log-probability in a score file (data/score_files.py)."""
 TOP_LABEL_BYTES, TOP_TOKEN_BYTES = 12, 8
-"""With `--top` its normalizer too, and an id and a log-probability for each token."""
+"""Count, with `--top`, its normalizer too, and an id and a log-probability for each token."""
 SEQUENCE_BYTES = 16
 """Bytes of a sequence's offset and checksum."""
 

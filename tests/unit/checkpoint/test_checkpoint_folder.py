@@ -13,7 +13,7 @@ HOSTS, TIMES = 8, 2000
 
 
 def test_hosts_test_one_folder_at_once(tmp_path: Path) -> None:
-    """With one name for all, one host removes what another one has just made."""
+    """One host would remove what another one has just made, if all had one name."""
     root = tmp_path / "run" / "checkpoints"
     with ThreadPoolExecutor(HOSTS) as hosts:
         list(hosts.map(write_probe, [root] * TIMES))

@@ -1,4 +1,4 @@
-"""What `explain` and the report say of an objective: its examples, and what another model costs."""
+"""Test what `explain` and the report say of an objective: its examples and another model's cost."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_parts_of_a_mixture_keep_their_labels(tmp_path: Path) -> None:
 
 
 def test_packed_pairs_share_sequences_whole(tmp_path: Path) -> None:
-    """Of a pair that is too long, each completion keeps half of the sequence, or what the other
+    """Each completion of a pair that is too long keeps half of the sequence, or what the other
     leaves."""
     records = [
         {"prompt": "a", "chosen": "bc", "rejected": "d"},  # 3 + 2 tokens

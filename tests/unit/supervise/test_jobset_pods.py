@@ -1,4 +1,4 @@
-"""What pods of a JobSet read of each other, and how many of them train."""
+"""Test what pods of a JobSet read of each other, and how many of them train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is in Kubernetes, a row each: `launch.kubernetes.kind`. A new one is a row, its
+"""List what a run can be in Kubernetes (`launch.kubernetes.kind`). A new kind is a row, its
 templates, and its name in the schema.
 """
 
