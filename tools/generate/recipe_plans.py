@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ NAMES = tuple(sorted(path.stem for path in RECIPES.glob("*.yaml")))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """text: what `plan --top 3 --wide` prints, less the seconds that the search took. summary: the
-    arguments of plan_summary_lines, which prints the same without --wide."""
+    """text: what `plan --top 3 --wide` prints, less the seconds of the search and the path of this
+    repository. summary: the arguments of plan_summary_lines, which prints the same without
+    --wide."""
 
     recipe: Recipe
     summary: tuple[Problem, list[PlanRow], SearchResult]
@@ -53,7 +55,7 @@ def planned(name: str) -> Planned:
         summary=(problem, rows, result),
         parameters=problem.graph.total_parameters,
         best=result.ranked[0],
-        text=re.sub(r"; searched in [\d.]+ s", "", text) + "\n",
+        text=re.sub(r"; searched in [\d.]+ s", "", text).replace(f"{ROOT}{os.sep}", "") + "\n",
     )
 
 
