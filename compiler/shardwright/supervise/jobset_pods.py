@@ -4,6 +4,7 @@ again where they are fewer than planned, and start this node's ranks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from shardwright.checkpoint.resume_checkpoint import checkpoint_root
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan, load_plan
 from shardwright.supervise.fewer_nodes import FewerNodes
+from shardwright.utils.child_processes import kill_tree
 from shardwright.utils.file_io import write_atomically
 from shardwright.utils.json_values import strict_json
 
@@ -32,6 +34,11 @@ LOST_SECONDS = 45.0
 late."""
 WAIT_SECONDS = 300.0
 """Limits the wait for all pods. SHARDWRIGHT_POD_WAIT_SECONDS has another limit."""
+FAILED_FILE = "failed.json"
+FAILED_SECONDS = 5.0
+"""How long ranks may take to end by themselves once those of another pod have failed."""
+SILENT_SECONDS = 60.0
+"""The same, once they are told to stop and the file of another pod that trains does not change."""
 STOPPED_EXIT = 75
 """The exit code of a pod that was told to stop; the JobSet starts all pods again."""
 
@@ -55,6 +62,16 @@ class Members:
 
     def rank_of(self, uid: str) -> int | None:
         return next((rank for rank, pod in enumerate(self.pods) if pod.uid == uid), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostMember:
+    """A pod that trains and whose ranks are no more. grace_seconds: how long the others' ranks may
+    take to end by themselves."""
+
+    pod: Pod
+    text: str
+    grace_seconds: float
 
 
 def choose_count(
@@ -113,6 +130,29 @@ class PodFiles:
 
     def write_members(self, members: Members) -> None:
         write_atomically(self.folder / MEMBERS_FILE, strict_json(asdict(members)) + "\n")
+
+    def write_failure(self) -> None:
+        """Tell the other members that this pod's ranks have failed."""
+        write_atomically(self.folder / FAILED_FILE, strict_json(asdict(self.own)) + "\n")
+
+    def find_lost_member(self, members: Members, *, is_stopping: bool) -> LostMember | None:
+        """Return a member without which the ranks of this pod wait for nothing.
+
+        A file that does not change may be the file system's fault: it counts only where the ranks
+        are to stop anyway.
+        """
+        document = _read(self.folder / FAILED_FILE)
+        failed = None if document is None else members.rank_of(str(document["uid"]))
+        if failed is not None:
+            pod, text, grace = members.pods[failed], "its ranks have failed", FAILED_SECONDS
+            return LostMember(pod=pod, text=text, grace_seconds=grace)
+        if is_stopping:
+            present = {pod.uid for pod in self.present()}
+            for pod in members.pods:
+                if pod.uid not in present:
+                    text, grace = "its file does not change", SILENT_SECONDS
+                    return LostMember(pod=pod, text=text, grace_seconds=grace)
+        return None
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -209,11 +249,25 @@ class _PodSupervisor:
         is_watched = rank == 0 and len(members.pods) < self.plan.nodes
         complete_at: int | None = None
         is_told = False
+        lost, lost_at = None, 0.0
         while True:
             try:
-                return child.wait(timeout=1)
+                code = child.wait(timeout=1)
+                if code not in (0, STOPPED_EXIT):
+                    with contextlib.suppress(OSError):  # its own end matters more
+                        self.files.write_failure()
+                return code
             except subprocess.TimeoutExpired:
                 pass
+            found = self.files.find_lost_member(members, is_stopping=self.stop.exists())
+            if found != lost:
+                lost, lost_at = found, time.monotonic()
+            if lost is not None and time.monotonic() - lost_at > lost.grace_seconds:
+                text = f"pod {lost.pod.index}: {lost.text}; the ranks of this pod are ended"
+                print(f"recovery     {text}", flush=True)
+                kill_tree(child)
+                child.wait()
+                return 1
             if self.told_to_stop.is_set() and not is_told:
                 is_told = True
                 child.terminate()

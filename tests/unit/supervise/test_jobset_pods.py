@@ -1,7 +1,10 @@
-"""Test what pods of a JobSet read of each other, and how many of them train."""
+"""Test what pods of a JobSet read of each other, how many of them train, and how they end."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from shardwright.supervise import jobset_pods
 from shardwright.supervise.jobset_pods import Members, Pod, PodFiles, choose_count
+from tests.parity.harness import must, shardwright
 
 
 def pod(index: int, start: int = 1) -> Pod:
@@ -62,3 +66,65 @@ def test_members_of_an_earlier_start_are_others(tmp_path: Path) -> None:
     assert members.rank_of(pod(1, start=2).uid) is None
     (files.folder / jobset_pods.MEMBERS_FILE).write_text('{"pods": [')  # half of a file
     assert files.read_members() is None
+
+
+def test_a_member_is_lost_once_it_says_so_or_is_silent_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    first, second = PodFiles(tmp_path, pod(0)), PodFiles(tmp_path, pod(1))
+    members = Members(pods=(pod(0), pod(1)), folder=".")
+    earlier = PodFiles(tmp_path, pod(1, start=0))
+    earlier.write_failure()
+    assert first.find_lost_member(members, is_stopping=False) is None
+    for _ in range(2):
+        second.beat()
+        first.present()
+    assert first.find_lost_member(members, is_stopping=True) is None
+    now += jobset_pods.LOST_SECONDS + 1
+    assert first.find_lost_member(members, is_stopping=False) is None
+    silent = first.find_lost_member(members, is_stopping=True)
+    assert silent is not None and silent.pod == pod(1)
+    assert silent.grace_seconds == jobset_pods.SILENT_SECONDS
+    second.write_failure()
+    failed = first.find_lost_member(members, is_stopping=False)
+    assert failed is not None and failed.pod == pod(1)
+    assert failed.grace_seconds == jobset_pods.FAILED_SECONDS
+
+
+def test_ranks_do_not_wait_for_a_pod_that_has_failed(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Two pods train; the ranks of one fail, those of the other would wait for ever."""
+    kubernetes = {"image": "i", "volume_claim": "v", "directory": "/shared/x", "kind": "jobset"}
+    changes = {
+        "cluster.nodes": 2,
+        "cluster.gpus_per_node": 2,
+        "launch": {"kubernetes": kubernetes, "recovery": {"min_nodes": 1}},
+    }
+    out = tmp_path / "out"
+    must(shardwright("compile", write_recipe(changes), "-o", out))
+    (out / "launch/node.sh").write_text(
+        "if ((JOB_COMPLETION_INDEX)); then sleep 4; exit 3; fi\nsleep 600 & wait\n"
+    )
+    begun = time.monotonic()
+    pods = [
+        subprocess.Popen(
+            [sys.executable, "-m", "shardwright.supervise.jobset_pods"],
+            cwd=out,
+            env={
+                **os.environ,
+                "JOB_COMPLETION_INDEX": str(index),
+                "POD_UID": f"uid-{index}",
+                "POD_IP": "127.0.0.1",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    texts = [each.communicate(timeout=120)[0] for each in pods]
+    assert [each.returncode for each in pods] == [1, 3], texts
+    assert "pod 1: its ranks have failed; the ranks of this pod are ended" in texts[0]
+    assert time.monotonic() - begun < 60
