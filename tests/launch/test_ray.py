@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.launch, pytest.mark.prove]
 PYTHON = os.environ.get("SHARDWRIGHT_RAY_PYTHON", sys.executable)
 """Is the Python that has Ray; this one's packages must be there too."""
 INSTALL = (
-    "python -m venv --system-site-packages RAY, RAY/bin/pip install 'ray[default]', and set "
-    "SHARDWRIGHT_RAY_PYTHON=RAY/bin/python"
+    "python -m venv RAY; put the path of this environment's site-packages into a .pth file in "
+    "RAY's; RAY/bin/pip install 'ray[default]'; and set SHARDWRIGHT_RAY_PYTHON=RAY/bin/python"
 )
 STEPS = 60
 
