@@ -46,7 +46,11 @@ FOUR: dict[str, Case] = {
 def test_adafactor_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
     found = launched(cases, tmp_path, "optimizer_worker.py")
     assert_as_one_process(found)
-    assert all(line["state bytes"] > 100_000 for line in found.values())
+    # At stage 0 there are no fp32 weights of the optimizer's own: the factors alone.
+    assert all(
+        line["state bytes"] > (100_000 if cases[name].zero_stage else 10_000)
+        for name, line in found.items()
+    ), found
     # Dummies that even out the groups of pipeline stages are not counted.
     assert all(
         line["state bytes off"] <= (72 if cases[name].pipeline > 1 else 0)
