@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.figures import worst_of_ranks
 from tests.worker_launch import launch_worker
+
+Proved = Callable[[str, str, dict[str, Any]], None]
+"""Is the fixture that keeps the figures of a case for benchmarks/AREA.json."""
 
 
 def start(worker: str, cases: Mapping[str, Any], out: Path) -> str:

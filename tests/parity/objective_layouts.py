@@ -74,8 +74,11 @@ def over_four_ranks() -> dict[str, Fields]:
     }
 
 
-def check(cases: Mapping[str, Any], folder: Path, worker: str, **limits: float) -> None:
-    """Train the cases in one launch of a worker, and assert their largest differences.
+def check(
+    cases: Mapping[str, Any], folder: Path, worker: str, **limits: float
+) -> dict[str, dict[str, Any]]:
+    """Train the cases in one launch of a worker, and assert their largest differences. Returns
+    the figures of each case.
 
     limits: of what the worker measures beside LIMITS
     """
@@ -87,3 +90,4 @@ def check(cases: Mapping[str, Any], folder: Path, worker: str, **limits: float) 
     print(largest)
     for name, limit in {**LIMITS, **limits}.items():
         assert largest[name] <= limit, (name, found)
+    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import Proved, launched
 from tests.parity.harness import Case
 from tests.parity.plain_optimizers import assert_as_one_process
 
@@ -43,8 +43,12 @@ FOUR: dict[str, Case] = {
 @pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
-def test_adafactor_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_adafactor_trains_as_one_process(
+    cases: dict[str, Case], tmp_path: Path, proved: Proved
+) -> None:
     found = launched(cases, tmp_path, "optimizer_worker.py")
+    for name, figures in found.items():
+        proved("optimizers", f"adafactor {name}", figures)
     assert_as_one_process(found)
     # At stage 0 there are no fp32 weights of the optimizer's own: the factors alone.
     assert all(

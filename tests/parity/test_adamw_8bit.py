@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import Proved, launched
 from tests.parity.harness import Case
 from tests.parity.plain_optimizers import assert_as_one_process
 
@@ -36,8 +36,12 @@ FOUR: dict[str, Case] = {
 @pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
-def test_adamw_8bit_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_adamw_8bit_trains_as_one_process(
+    cases: dict[str, Case], tmp_path: Path, proved: Proved
+) -> None:
     found = launched(cases, tmp_path, "optimizer_worker.py")
+    for name, figures in found.items():
+        proved("optimizers", f"adamw_8bit {name}", figures)
     assert_as_one_process(found)
     assert all(line["state bytes"] > 50_000 for line in found.values())
     # Dummies that even out the groups of pipeline stages are not counted, nor a second scale of a

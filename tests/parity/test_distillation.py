@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.case_launches import Proved
 from tests.parity.distillation import DistillationCase as Case
 from tests.parity.objective_layouts import check, over_four_ranks, over_two_ranks
 
@@ -68,5 +69,6 @@ EVERY_FOUR = {name: Case(weight=0.7, **fields) for name, fields in over_four_ran
         pytest.param(EVERY_FOUR, id="every-layout-four-ranks", marks=pytest.mark.prove),
     ],
 )
-def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
-    check(cases, tmp_path, "distillation_worker.py")
+def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path, proved: Proved) -> None:
+    for name, figures in check(cases, tmp_path, "distillation_worker.py").items():
+        proved("distillation", name, figures)

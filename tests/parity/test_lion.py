@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import Proved, launched
 from tests.parity.harness import Case
 from tests.parity.plain_optimizers import assert_as_one_process
 
@@ -30,8 +30,10 @@ TWO: dict[str, Case] = {
 
 @pytest.mark.prove
 @pytest.mark.launch
-def test_lion_trains_as_one_process(tmp_path: Path) -> None:
+def test_lion_trains_as_one_process(tmp_path: Path, proved: Proved) -> None:
     found = launched(TWO, tmp_path, "optimizer_worker.py")
+    for name, figures in found.items():
+        proved("optimizers", f"lion {name}", figures)
     assert_as_one_process(found)
     assert largest_difference(line["undecided"] for line in found.values()) < 1e-3, found
     assert all(line["state bytes"] > 100_000 for line in found.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import Proved, launched
 from tests.parity.harness import BF16_RELATIVE, Case
 from tests.parity.plain_optimizers import assert_as_one_process
 
@@ -58,8 +58,10 @@ BF16: dict[str, Case] = {
 @pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
-def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path, proved: Proved) -> None:
     found = launched(cases, tmp_path, "optimizer_worker.py")
+    for name, figures in found.items():
+        proved("optimizers", f"muon {name}", figures)
     assert_as_one_process(found)
     # Dummies that even out the groups of pipeline stages are not counted: three of them, twice
     # where there are experts.
@@ -72,9 +74,11 @@ def test_muon_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> N
 
 @pytest.mark.prove
 @pytest.mark.launch
-def test_half_precision_trains_as_one_process(tmp_path: Path) -> None:
+def test_half_precision_trains_as_one_process(tmp_path: Path, proved: Proved) -> None:
     """The iterations run in bf16 there, on masters and momentum in fp32."""
     found = launched(BF16, tmp_path, "optimizer_worker.py")
+    for name, figures in found.items():
+        proved("optimizers", f"muon bf16 {name}", {**figures, "precision": "bf16"})
     assert largest_difference(line["loss"] for line in found.values()) <= BF16_RELATIVE, found
     assert largest_difference(line["norm"] for line in found.values()) <= BF16_RELATIVE, found
     assert all(line["state bytes off"] <= 72 for line in found.values()), found

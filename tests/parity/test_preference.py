@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.parity.case_launches import Proved
 from tests.parity.objective_layouts import check, over_four_ranks, over_two_ranks
 from tests.parity.preference import PreferenceCase as Case
 
@@ -228,12 +229,13 @@ EVERY: dict[str, dict[str, Any]] = {
 @pytest.mark.launch
 @pytest.mark.prove
 @pytest.mark.parametrize("objective", EVERY)
-def test_every_layout(objective: str, tmp_path: Path) -> None:
+def test_every_layout(objective: str, tmp_path: Path, proved: Proved) -> None:
     own = EVERY[objective]
     every = {"two": over_two_ranks(lora=objective != "reward"), "four": over_four_ranks()}
     for ranks, fields in every.items():
         cases = {name: Case(objective=own, **each) for name, each in fields.items()}
-        check(cases, tmp_path / ranks, WORKER, **LIMITS)
+        for name, figures in check(cases, tmp_path / ranks, WORKER, **LIMITS).items():
+            proved("preference", f"{objective} {name}", figures)
 
 
 @pytest.mark.launch
@@ -251,5 +253,6 @@ def test_every_layout(objective: str, tmp_path: Path) -> None:
         pytest.param(REWARD_FOUR, id="rewards-four-ranks", marks=pytest.mark.prove),
     ],
 )
-def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
-    check(cases, tmp_path, WORKER, **LIMITS)
+def test_trains_as_one_process(cases: dict[str, Case], tmp_path: Path, proved: Proved) -> None:
+    for name, figures in check(cases, tmp_path, WORKER, **LIMITS).items():
+        proved("preference", name, figures)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import Proved, launched
 from tests.parity.harness import Case
 
 RELATIVE = 1e-6
@@ -47,8 +47,12 @@ FOUR: dict[str, Case] = {
         pytest.param(FOUR, id="four-ranks", marks=pytest.mark.prove),
     ],
 )
-def test_scores_are_those_of_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_scores_are_those_of_one_process(
+    cases: dict[str, Case], tmp_path: Path, proved: Proved
+) -> None:
     found = launched(cases, tmp_path, "score_worker.py")
+    for name, figures in found.items():
+        proved("scores", name, figures)
 
     def largest(name: str) -> float:
         return largest_difference(line[name] for line in found.values())

@@ -200,6 +200,7 @@ PIECES: dict[str, Piece] = {
             "tests/parity/test_muon.py",
         ),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("optimizers",),
     ),
     "preference": Piece(
         tests=(
@@ -208,6 +209,7 @@ PIECES: dict[str, Piece] = {
             "tests/launch/test_tiny_expert_and_context_recipes.py",
         ),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("preference",),
     ),
     "preference-cost": Piece(
         tests=("tests/launch/test_preference_cost.py",),
@@ -217,10 +219,12 @@ PIECES: dict[str, Piece] = {
     "distillation": Piece(
         tests=("tests/parity/test_distillation.py", "tests/parity/test_distillation_trl.py"),
         source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("distillation",),
     ),
     "scores": Piece(
         tests=("tests/parity/test_scores.py", "tests/launch/test_score.py"),
         source_paths=(*ENGINE, *DATA, *RUN, "compile/forward_only_recipe.py"),
+        areas=("scores",),
     ),
     "chunked-parity": Piece(
         tests=("tests/parity/test_chunked.py",),
