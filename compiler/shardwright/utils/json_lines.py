@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -83,6 +84,8 @@ def append_line(path: Path, row: JsonObject) -> None:
     """Append a line; return once the disk has it. A line that a killed process left half written is
     closed first. Raises OSError, which names `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is a folder, a pipe or a device, not a file", str(path))
     with names_file(path), path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from shardwright.utils.json_lines import JsonLinesWriter, read_json_lines, rows_by_step
+import pytest
+
+from shardwright.diagnostics.file_errors import file_error_refusal
+from shardwright.utils.json_lines import (
+    JsonLinesWriter,
+    append_line,
+    read_json_lines,
+    rows_by_step,
+)
 
 BROKEN = [b'{"step": 9, "lo', b"[1]", b"7", b"\xff{}", b"", b"[" * 100_000]
 
@@ -41,3 +50,11 @@ def test_an_attempt_keeps_the_lines_up_to_where_it_resumes(tmp_path: Path) -> No
     assert lines == [lost % 1, lost % 2, '{"step": 3, "loss": 1.5, "attempt": 2}']
     JsonLinesWriter(path, 3, 0)
     assert path.read_bytes() == b""
+
+
+def test_nothing_is_appended_to_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="a pipe") as failed:
+        append_line(path, {"step": 1})
+    assert "SW6323" in str(file_error_refusal(failed.value))
