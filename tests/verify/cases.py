@@ -189,12 +189,9 @@ FEATURES: dict[str, tuple[str, Pins, dict[str, Any], str]] = {
             "validation": {"fraction": 0.01, "every_steps": 100},
         },
         """
-import numpy as np
-from shardwright.parallel import micro_batches as batches
-def every_row_counts(self):
-    return (batches._micro_batch(self._rows.read(np.maximum(n, 0)), self._packed) for n in self._numbers)
-batches.ValidationBatches.__iter__ = every_row_counts
-""",  # noqa: E501
+from shardwright.parallel.micro_batches import MicroBatch
+MicroBatch.without_labels = lambda self, rows: self
+""",
     ),
     "dropout": (
         "openai-community/gpt2",
@@ -250,8 +247,8 @@ ContextParallel.use = lambda self, group, model=None: plain(self, group)
 import dataclasses, torch
 from shardwright.parallel import micro_batches as batches
 plain = batches._micro_batch
-def joined(block, *how):
-    m = plain(block, *how)
+def joined(block, *how, **more):
+    m = plain(block, *how, **more)
     return dataclasses.replace(m, position_ids=torch.arange(m.input_ids.shape[1]).expand_as(m.input_ids).contiguous())
 batches._micro_batch = joined
 """,  # noqa: E501

@@ -304,8 +304,8 @@ def _read(
     """
     from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
+    from shardwright.data.score_files import TRAIN, VALIDATION, ScoreFile, TaughtSequences
     from shardwright.models.context_parallel_probe import length_dependent_rope
-    from shardwright.train.teacher_scores import with_teacher
     from shardwright.verify.reference_objectives import add_reference, teacher_difference
     from shardwright.verify.reference_run import loaded
 
@@ -325,7 +325,12 @@ def _read(
             *("score", str(out), "--weights", str(folder / tiny_copy.OTHER_MODEL)),
             *("--top", str(tiny_copy.TEACHER_TOKENS), "-o", str(folder / tiny_copy.TEACHER_SCORES)),
         )
-        data = with_teacher(plan, out, data)
+        scores, own = ScoreFile(folder / tiny_copy.TEACHER_SCORES), data.validation
+        data = dataclasses.replace(
+            data,
+            train=TaughtSequences(data.train, scores.part(TRAIN)),
+            validation=own and TaughtSequences(own, scores.part(VALIDATION)),
+        )
     padded = bool(length_dependent_rope(model))
     blocks = [
         separate_sequences(data.train.read(data.order.indices(step)), padded=padded)
