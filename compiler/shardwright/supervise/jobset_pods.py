@@ -37,8 +37,6 @@ WAIT_SECONDS = 300.0
 FAILED_FILE = "failed.json"
 FAILED_SECONDS = 5.0
 """How long ranks may take to end by themselves once those of another pod have failed."""
-SILENT_SECONDS = 60.0
-"""The same, once they are told to stop and the file of another pod that trains does not change."""
 STOPPED_EXIT = 75
 """The exit code of a pod that was told to stop; the JobSet starts all pods again."""
 
@@ -62,16 +60,6 @@ class Members:
 
     def rank_of(self, uid: str) -> int | None:
         return next((rank for rank, pod in enumerate(self.pods) if pod.uid == uid), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostMember:
-    """A pod that trains and whose ranks are no more. grace_seconds: how long the others' ranks may
-    take to end by themselves."""
-
-    pod: Pod
-    text: str
-    grace_seconds: float
 
 
 def choose_count(
@@ -135,24 +123,12 @@ class PodFiles:
         """Tell the other members that this pod's ranks have failed."""
         write_atomically(self.folder / FAILED_FILE, strict_json(asdict(self.own)) + "\n")
 
-    def find_lost_member(self, members: Members, *, is_stopping: bool) -> LostMember | None:
-        """Return a member without which the ranks of this pod wait for nothing.
-
-        A file that does not change may be the file system's fault: it counts only where the ranks
-        are to stop anyway.
-        """
+    def find_failed_member(self, members: Members) -> Pod | None:
+        """Return the member whose ranks have failed. One that is silent is no failed one: it may
+        have ended well while the others still save, or the file system stands still."""
         document = _read(self.folder / FAILED_FILE)
-        failed = None if document is None else members.rank_of(str(document["uid"]))
-        if failed is not None:
-            pod, text, grace = members.pods[failed], "its ranks have failed", FAILED_SECONDS
-            return LostMember(pod=pod, text=text, grace_seconds=grace)
-        if is_stopping:
-            present = {pod.uid for pod in self.present()}
-            for pod in members.pods:
-                if pod.uid not in present:
-                    text, grace = "its file does not change", SILENT_SECONDS
-                    return LostMember(pod=pod, text=text, grace_seconds=grace)
-        return None
+        rank = None if document is None else members.rank_of(str(document["uid"]))
+        return None if rank is None else members.pods[rank]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -249,7 +225,7 @@ class _PodSupervisor:
         is_watched = rank == 0 and len(members.pods) < self.plan.nodes
         complete_at: int | None = None
         is_told = False
-        lost, lost_at = None, 0.0
+        failed_at: float | None = None
         while True:
             try:
                 code = child.wait(timeout=1)
@@ -259,15 +235,15 @@ class _PodSupervisor:
                 return code
             except subprocess.TimeoutExpired:
                 pass
-            found = self.files.find_lost_member(members, is_stopping=self.stop.exists())
-            if found != lost:
-                lost, lost_at = found, time.monotonic()
-            if lost is not None and time.monotonic() - lost_at > lost.grace_seconds:
-                text = f"pod {lost.pod.index}: {lost.text}; the ranks of this pod are ended"
-                print(f"recovery     {text}", flush=True)
-                kill_tree(child)
-                child.wait()
-                return 1
+            failed = self.files.find_failed_member(members)
+            if failed is not None:
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at > FAILED_SECONDS:
+                    text = "its ranks have failed; the ranks of this pod are ended"
+                    print(f"recovery     pod {failed.index}: {text}", flush=True)
+                    kill_tree(child)
+                    child.wait()
+                    return 1
             if self.told_to_stop.is_set() and not is_told:
                 is_told = True
                 child.terminate()

@@ -68,29 +68,14 @@ def test_members_of_an_earlier_start_are_others(tmp_path: Path) -> None:
     assert files.read_members() is None
 
 
-def test_a_member_is_lost_once_it_says_so_or_is_silent_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_a_member_has_failed_once_it_says_so(tmp_path: Path) -> None:
     first, second = PodFiles(tmp_path, pod(0)), PodFiles(tmp_path, pod(1))
     members = Members(pods=(pod(0), pod(1)), folder=".")
-    earlier = PodFiles(tmp_path, pod(1, start=0))
-    earlier.write_failure()
-    assert first.find_lost_member(members, is_stopping=False) is None
-    for _ in range(2):
-        second.beat()
-        first.present()
-    assert first.find_lost_member(members, is_stopping=True) is None
-    now += jobset_pods.LOST_SECONDS + 1
-    assert first.find_lost_member(members, is_stopping=False) is None
-    silent = first.find_lost_member(members, is_stopping=True)
-    assert silent is not None and silent.pod == pod(1)
-    assert silent.grace_seconds == jobset_pods.SILENT_SECONDS
+    assert first.find_failed_member(members) is None  # nor has one that has written nothing
+    PodFiles(tmp_path, pod(1, start=0)).write_failure()
+    assert first.find_failed_member(members) is None  # of an earlier start
     second.write_failure()
-    failed = first.find_lost_member(members, is_stopping=False)
-    assert failed is not None and failed.pod == pod(1)
-    assert failed.grace_seconds == jobset_pods.FAILED_SECONDS
+    assert first.find_failed_member(members) == pod(1)
 
 
 def test_ranks_do_not_wait_for_a_pod_that_has_failed(
