@@ -228,11 +228,10 @@ def _engine(case: dict[str, Any], facts: dict[str, Any]) -> Any:
     config = copy.deepcopy(case["config"])
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # the last engine's, of the whole process
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
-    is_adam = str(config.get("optimizer", {}).get("type", "")).lower() in ("adam", "adamw")
-    if is_adam and not case.get("deepspeeds_adam"):
-        config["optimizer"].setdefault("params", {})["torch_adam"] = (
-            True  # else an extension is compiled
-        )
+    name = str(config.get("optimizer", {}).get("type", "")).lower()
+    if name in ("adam", "adamw", "muon") and not case.get("deepspeeds_adam"):
+        # Otherwise an extension is compiled: a minute.
+        config["optimizer"].setdefault("params", {})["torch_adam"] = True
     torch.manual_seed(0)
     module: Any
     if case.get("pipeline"):
