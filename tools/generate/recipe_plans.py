@@ -183,9 +183,11 @@ def _beside() -> str:
 _OPEN_AXES = dict.fromkeys(("virtual_stages", "sequence_parallel", "expert_tensor"), "auto")
 
 
-def best_and_planned(run: Run) -> tuple[Estimate, tuple[Estimate, ...]]:
-    """Return our estimate of a best published layout, and our ranked layouts of the same run, with
-    its dispatcher."""
+@functools.cache
+def best_and_planned(number: int) -> tuple[Estimate, tuple[Estimate, ...]]:
+    """Return our estimate of a best published layout, the entry of this number, and our ranked
+    layouts of the same run, with its dispatcher."""
+    run = published("best")[number]
     path = RECIPES / f"{run['recipe']}.yaml"
     dispatcher = [text for text in run["set"] if text.startswith("parallelism.")]
     others = [text for text in run["set"] if text not in dispatcher]
@@ -204,8 +206,8 @@ def _best() -> str:
         "step | fastest listed |",
         "|---|---|---|---|---|---|---|",
     ]
-    for run in published("best"):
-        theirs, ranked = best_and_planned(run)
+    for number, run in enumerate(published("best")):
+        theirs, ranked = best_and_planned(number)
         fastest = min(ranked, key=lambda e: e.time.step_seconds)
         off = theirs.time.step_seconds / run["seconds"] - 1
         settings = "; ".join(text.partition(".")[2] or text for text in run["set"])
