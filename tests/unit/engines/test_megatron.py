@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from shardwright.compile.recipe_compiler import compile_recipe, estimate_recipe
@@ -268,6 +269,20 @@ def test_a_padded_vocabulary(total: int, degree: int) -> None:
     assert sum(sizes) == total and len(sizes) == degree
     each = -(-total // degree)  # what each rank of a padded table has
     assert all(size == max(0, min(each, total - rank * each)) for rank, size in enumerate(sizes))
+
+
+def test_rows_behind_the_last_token_are_zero() -> None:
+    """Also where no weights are loaded, because a checkpoint comes next."""
+    pytest.importorskip("megatron")
+    from shardwright.engines.megatron.megatron_model import ParameterRange, zero_padding
+
+    table, whole, unused = (nn.Parameter(torch.full((3, 2), torch.nan)) for _ in range(3))
+    pieces = [(table, 0, 4), (whole, 0, 2), (whole, 2, 4), (unused, 0, 0)]
+    zero_padding(
+        ParameterRange(name="w", start=0, parameter=parameter, own=own, numel=numel)
+        for parameter, own, numel in pieces
+    )
+    assert not table.any() and not unused.any() and whole.isnan().all()
 
 
 @pytest.mark.parametrize(

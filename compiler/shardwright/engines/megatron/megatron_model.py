@@ -482,20 +482,31 @@ def _source(family: ModelMapping, model: Any, path: str) -> tuple[str, RowSource
 
 
 @torch.no_grad()
+def zero_padding(found: Iterable[ParameterRange]) -> None:
+    """Zero the parameters that have rows behind the last token.
+
+    Neither weights nor a checkpoint has values for these rows, and no token is one of them. Yet the
+    head multiplies by them, so a NaN in memory that was never written is one in every gradient.
+    """
+    held: dict[int, tuple[torch.Tensor, int]] = {}
+    for piece in found:
+        _, numel = held.get(id(piece.parameter), (piece.parameter, 0))
+        held[id(piece.parameter)] = piece.parameter, numel + piece.numel
+    for parameter, numel in held.values():
+        if numel < parameter.numel():
+            parameter.zero_()
+
+
+@torch.no_grad()
 def load_parameter_ranges(found: Iterable[ParameterRange], shard: Any) -> None:
-    """Copy Hugging Face's values into the ranges; rows behind the last token are zero.
+    """Copy Hugging Face's values into the ranges.
 
     shard: name -> this rank's shard, where the weights are
     """
     name, values = None, torch.empty(0)
-    empty: set[int] = set()
     for piece in found:
-        flat = piece.parameter.data.view(-1)
-        if id(piece.parameter) not in empty:
-            flat.zero_()
-            empty.add(id(piece.parameter))
         if piece.name != name:
             name, values = piece.name, shard(piece.name).reshape(-1)
-        flat[piece.own : piece.own + piece.numel].copy_(
+        piece.parameter.data.view(-1)[piece.own : piece.own + piece.numel].copy_(
             values[piece.start : piece.start + piece.numel]
         )

@@ -48,6 +48,7 @@ from shardwright.engines.megatron.megatron_model import (
     parameter_ranges,
     rotary_frequencies,
     transformer_config,
+    zero_padding,
 )
 from shardwright.engines.megatron.megatron_muon import (
     check_muon,
@@ -229,6 +230,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
         for chunk in chunks
         for p in parameter_ranges(config, chunk, tensor_rank=mine.tensor, tied=tied)
     ]
+    zero_padding(found)
     shards = ShardReader(plan, weights, transposed)
     if not resumes:
         load_parameter_ranges(found, shards.read)
