@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
+from shardwright.launch import launcher_process
 from shardwright.launch.run_state import HEARTBEAT_LOST_SECONDS
+from shardwright.utils import run_lease
+from shardwright.utils.child_processes import free_port
 from tests.launch.resume import compiled, continues_bit_for_bit
 from tests.launch.wait_until import wait_for, wait_until
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
@@ -75,6 +79,26 @@ def test_sigterm_saves_and_stops(receiver: str, tmp_path: Path) -> None:
     assert status["status"] == "preempted"
     assert newest_checkpoint(out).name == f"step-{status['step']:08d}"
     assert [line["step"] for line in metrics(out)] == [*range(1, status["step"] + 1)]
+
+
+def test_a_run_whose_port_is_taken_starts_again_and_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where `run` has no heartbeat in between, which would take its lease back."""
+    out = compiled(Case(model="llama", data=2), tmp_path, steps=4)
+    monkeypatch.setattr(run_lease, "LEASE_HEARTBEAT_SECONDS", 600.0)
+    with socket.create_server(("", 0)) as other:
+        ports = iter([other.getsockname()[1]])
+        monkeypatch.setattr(launcher_process, "free_port", lambda: next(ports, free_port()))
+        code = launcher_process.run_folder(out, None, "auto")
+    printed = capfd.readouterr().out
+    assert "another process took the run's port: starting again" in printed
+    assert code == 0 and "done at step 4 of 4" in printed
+    status = json.loads((out / "run" / "status.json").read_text())
+    assert (status["status"], status["attempt"]) == ("done", 2)
+    ends = [json.loads(line) for line in (out / "run" / "attempts.jsonl").read_text().splitlines()]
+    assert {line["attempt"] for line in ends} == {1, 2}
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4]
 
 
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:

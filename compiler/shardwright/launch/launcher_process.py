@@ -210,7 +210,8 @@ def run_folder(
     if LAUNCHERS[plan.launch.launcher].submits:
         return submit(plan, folder, resume)
     ended_ranks = None if supervision is None else supervision.ended_ranks
-    with _lock(folder) as lock, hold_run_lease(plan, folder, ended_ranks) as lease:
+    with _lock(folder) as lock, contextlib.ExitStack() as leases:
+        lease = leases.enter_context(hold_run_lease(plan, folder, ended_ranks))
         chosen = choose_checkpoint(plan, folder, resume)
         print_resume_notes(chosen)
         if chosen is None and not _is_scoring(folder):
@@ -231,6 +232,8 @@ def run_folder(
             return 0
         hosts = _hosts(plan, folder, hostfile)
         for port in range(1, MAX_PORT_ATTEMPTS + 1):
+            if port > 1:  # rank 0 took the lease over, and gave it up when it ended
+                lease = leases.enter_context(hold_run_lease(plan, folder, lease.owner.token))
             attempt = begin_attempt(
                 plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token, hosts=hosts
             ).number
