@@ -6,5 +6,5 @@ import os
 if "RANK" in os.environ:
     import torch
 
-    # On by default with deterministic algorithms: torch.utils.deterministic.fill_uninitialized_memory
+    # It turns torch.utils.deterministic.fill_uninitialized_memory on.
     torch.use_deterministic_algorithms(True, warn_only=True)
