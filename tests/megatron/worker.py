@@ -341,6 +341,7 @@ def rank_of(rank: int, world: int, cases: dict[str, Any], out: Path) -> None:
     from torch import distributed as dist
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.use_deterministic_algorithms(True, warn_only=True)  # unwritten memory holds NaN
     store = dist.FileStore(str(out / f"store-{world}"), world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
