@@ -11,6 +11,7 @@ import pytest
 
 from tools.bench_gpu.__main__ import main
 from tools.bench_gpu.attention_parity import parity
+from tools.bench_gpu.low_precision_losses import losses
 
 pytestmark = pytest.mark.launch
 
@@ -45,3 +46,11 @@ def test_ways_of_attention_differ_by_what_bf16_does(family: str) -> None:
             if name == "flash_attention_2"
             else off["gradients"] < 2 * eager["gradients"]
         ), (name, off)
+
+
+def test_losses_in_low_precision_stay_near_those_of_bf16() -> None:
+    plain, low = losses("none", "cpu"), losses("fp8_rowwise", "cpu")
+    assert "why" not in plain and "why" not in low, (plain, low)
+    assert set(plain) == set(low) == {"1", "10"} and plain["10"] < plain["1"]
+    for step, loss in plain.items():
+        assert 0 < abs(low[step] - loss) < 0.05, (step, loss, low[step])

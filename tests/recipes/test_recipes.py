@@ -110,7 +110,7 @@ def test_interleaved_schedules_are_priced() -> None:
         assert found == pytest.approx(value, rel=0.1), run["source"]
 
 
-OFF = {"llama-3.1-405b-64x8h100-finetune": 0.26, "llama-3.1-8b-8xh100-128k": 0.35}
+OFF = {"llama-3.1-405b-64x8h100-finetune": 0.33, "llama-3.1-8b-8xh100-128k": 0.35}
 """Recipe -> how far the estimate of the best published layout is off, where more than a quarter:
 recipes/published.toml says why."""
 

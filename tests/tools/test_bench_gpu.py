@@ -11,13 +11,16 @@ import pytest
 
 from shardwright.diagnostics import Source
 from shardwright.layout.gpu_cluster import resolve_cluster
+from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import recipe_from_document
 from shardwright.search.layout_search import estimate_pinned_layout
 from tests.unit.models.factory import graph_of
 from tools.bench_gpu import gpu_bench as bench_module
+from tools.bench_gpu.__main__ import FILE
 from tools.bench_gpu.gpu_bench import bench, summary
 from tools.bench_gpu.gpu_bench_cases import FAMILIES, LAYOUTS, gpu_called, recipe
+from tools.bench_gpu.low_precision_losses import FORMATS
 
 
 def test_there_are_enough_of_them() -> None:
@@ -40,8 +43,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({each.micro for each in LAYOUTS.values()}) > 3
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_each_runs_on_a_card_of_today(name: str) -> None:
+def predicted(name: str) -> Estimate:
     document = recipe(LAYOUTS[name], "h200-sxm-141gb")
     made = recipe_from_document(document, "/", Source(file="bench"))
     problem = Problem(
@@ -49,9 +51,24 @@ def test_each_runs_on_a_card_of_today(name: str) -> None:
         graph=graph_of(document["model"]["config"]),
         cluster=resolve_cluster(made.cluster),
     )
-    found = estimate_pinned_layout(problem)
+    return estimate_pinned_layout(problem)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_runs_on_a_card_of_today(name: str) -> None:
+    found = predicted(name)
     assert found.feasible, found.diagnostics
     assert found.memory.peak_bytes > 8 * 2**30 and found.time.step_seconds < 15
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-4-fp8", "llama-4-fp8-compile", "llama-4-fp8-rowwise-compile"]
+)
+def test_casts_to_fp8_take_what_they_took(name: str) -> None:
+    measured = json.loads(FILE.read_text())["layouts"][name]
+    found = predicted(name)
+    assert found.time.step_seconds == pytest.approx(measured["measured_step_seconds"], rel=0.07)
+    assert found.memory.peak_bytes == pytest.approx(measured["measured_peak_bytes"], rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +124,7 @@ def test_a_piece_goes_on_with_the_one_before(
 
     monkeypatch.setattr(bench_module, "case", case)
     monkeypatch.setattr(bench_module, "kernels", lambda: {"products": {}})
+    monkeypatch.setattr(bench_module, "losses", lambda low_precision, gpu: {"1": 5.0})
     monkeypatch.setattr(bench_module, "attention", lambda family, gpu: {"eager": {"loss": 0.0}})
     file, said = tmp_path / "gpu.json", list[str]()
     first = list(LAYOUTS)[:3]
@@ -128,6 +146,7 @@ def test_a_piece_goes_on_with_the_one_before(
     )
     assert bench(file, "h200-sxm-141gb", "NVIDIA H200", 600, said.append) == []
     assert ran == list(LAYOUTS) and set(json.loads(file.read_text())["attention"]) == set(FAMILIES)
+    assert set(json.loads(file.read_text())["losses"]) == set(FORMATS)
     # Another card, another file; and another recipe is run anew.
     bench(file, "h100-sxm-80gb", "NVIDIA H100 80GB HBM3", 600, said.append, first[:1])
     assert list(json.loads(file.read_text())["layouts"]) == first[:1]

@@ -24,12 +24,13 @@ from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.child_processes import free_port, program_path
 from tools.bench_gpu.gpu_bench_cases import FAMILIES, LAYOUTS, BenchCase, digest, recipe
+from tools.bench_gpu.low_precision_losses import FORMATS, losses
 
 STEPS = 10
 """Behind the warm-up. A run tells its peak memory at its tenth step."""
 CASE_SECONDS = 240
 """For one side of a case, its start included; what takes longer is given up and said."""
-ATTENTION, KERNELS = "attention", "kernels"
+ATTENTION, LOSSES, KERNELS = "attention", "losses", "kernels"
 ProgressCallback = Callable[[str], None]
 
 
@@ -66,11 +67,17 @@ def bench(
                 document[ATTENTION][family] = attention(family, gpu)
                 _write(file, document)
                 report_progress(f"attention, {family}: {json.dumps(document[ATTENTION][family])}")
+        for low_precision in FORMATS:
+            if low_precision not in document[LOSSES] and time.monotonic() < ends:
+                document[LOSSES][low_precision] = losses(low_precision, gpu)
+                _write(file, document)
+                report_progress(f"losses, {low_precision}: {document[LOSSES][low_precision]}")
         if KERNELS not in document and gpu != "cpu" and time.monotonic() < ends:
             document[KERNELS] = kernels()
             _write(file, document)
             report_progress(f"kernels: {json.dumps(document[KERNELS])}")
         due = [f"{ATTENTION} {family}" for family in FAMILIES if family not in document[ATTENTION]]
+        due += [f"{LOSSES} {name}" for name in FORMATS if name not in document[LOSSES]]
     return due
 
 
@@ -215,8 +222,14 @@ def _read(file: Path, gpu: str, device: str) -> dict[str, Any]:
     if file.exists():
         document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if document["machine"] == machine:
-            return document
-    return {"command": "make bench-gpu", "machine": machine, "layouts": {}, ATTENTION: {}}
+            return document | {LOSSES: document.get(LOSSES, {})}
+    return {
+        "command": "make bench-gpu",
+        "machine": machine,
+        "layouts": {},
+        ATTENTION: {},
+        LOSSES: {},
+    }
 
 
 def _write(file: Path, document: dict[str, Any]) -> None:

@@ -111,6 +111,43 @@ LAYOUTS: dict[str, BenchCase] = {
     "llama-4-compile": BenchCase(
         family="llama", length=4096, micro=4, model={"kernels": "compile"}, alone=True
     ),
+    "llama-4-fp8": BenchCase(
+        family="llama",
+        length=4096,
+        micro=4,
+        training={"low_precision": "fp8_tensorwise"},
+        alone=True,
+    ),
+    "llama-4-fp8-compile": BenchCase(
+        family="llama",
+        length=4096,
+        micro=4,
+        model={"kernels": "compile"},
+        training={"low_precision": "fp8_tensorwise"},
+        alone=True,
+    ),
+    "llama-4-fp8-rowwise-compile": BenchCase(
+        family="llama",
+        length=4096,
+        micro=4,
+        model={"kernels": "compile"},
+        training={"low_precision": "fp8_rowwise"},
+        alone=True,
+    ),
+    "llama-4-muon": BenchCase(
+        family="llama",
+        length=4096,
+        micro=4,
+        training={"optimizer": {"name": "muon"}},
+        alone=True,
+    ),
+    "llama-4-8bit": BenchCase(
+        family="llama",
+        length=4096,
+        micro=4,
+        training={"optimizer": {"name": "adamw_8bit", "lr": 1e-4}},
+        alone=True,
+    ),
     "qwen3-8": BenchCase(family="qwen3", length=2048, micro=8),
     "qwen3-16-full": BenchCase(family="qwen3", length=2048, micro=16, parallelism=_ALL),
     "qwen3-4-eager": BenchCase(family="qwen3", length=2048, micro=4, model={"attention": "eager"}),

@@ -44,7 +44,11 @@ class Constants:
     # kernels that move memory
     memory_efficiency: float
     head_norm_unit_bytes_per_second: float
-    low_precision_cast_bytes: float
+    low_precision_cast_bytes_hf: float
+    low_precision_cast_bytes_megatron: float
+    low_precision_cast_bytes_compiled: float
+    low_precision_cast_bytes_rowwise: float
+    unfused_cast_efficiency: float
     logit_traffic_bytes_hf: float
     logit_traffic_bytes_megatron: float
     logit_traffic_bytes_compiled: float

@@ -21,6 +21,7 @@ from shardwright.cost.chip_rates import (
 )
 from shardwright.cost.cost_constants import Constants
 from shardwright.layout.gpu_cluster import Gpu
+from shardwright.recipe.literal_types import LowPrecision
 from shardwright.utils.memoize import hashed_key, memoize
 
 # Output tiles of cuBLAS's kernels, rows x columns; a product runs with the fastest for its shape.
@@ -217,6 +218,41 @@ def head_norm_seconds(device: Device, c: Constants, moved_bytes: float) -> float
         device.compute_units * c.head_norm_unit_bytes_per_second,
     )
     return moved_bytes / rate
+
+
+def linear_cast_seconds(
+    device: Device,
+    c: Constants,
+    *,
+    low_precision: LowPrecision,
+    family: str,
+    m: float,
+    n: int,
+    k: int,
+) -> tuple[float, float]:
+    """Return the forward and backward seconds of scaling and casting a linear's operands.
+
+    Transformer Engine casts each of the three once, in both layouts. torchao casts each anew for
+    both products that it is in (torchao/float8/float8_linear.py, matmul_with_hp_or_float8_args);
+    maxima of columns, which rows' scales need, are as slow compiled as in PyTorch's own kernels.
+
+    family: of kernels, the constants' suffix
+    """
+    operands, gradients = (m + n) * k, m * n
+    is_torchao = family in ("hf", "compiled") and low_precision in ("fp8_tensorwise", "fp8_rowwise")
+    if not is_torchao:
+        moved = c.low_precision_cast_bytes_megatron
+        return traffic_seconds(device, c, moved * operands), traffic_seconds(
+            device, c, moved * gradients
+        )
+    is_rowwise = low_precision == "fp8_rowwise"
+    suffix = "rowwise" if is_rowwise and family == "compiled" else family
+    is_fused = family == "compiled" and not is_rowwise
+    rate = device.bytes_per_second * (
+        c.memory_efficiency if is_fused else c.unfused_cast_efficiency
+    )
+    seconds = c.of_family("low_precision_cast_bytes", suffix) / rate
+    return seconds * operands, seconds * (operands + 2 * gradients)
 
 
 def fused_attention_seconds(

@@ -34,6 +34,7 @@ from shardwright.cost.kernel_seconds import (
     eager_attention_seconds,
     fused_attention_seconds,
     head_norm_seconds,
+    linear_cast_seconds,
     product_pass_seconds,
     traffic_seconds,
 )
@@ -179,7 +180,8 @@ class _MicroBatchCosts:
         self.kernels = kernel_profile(recipe.assume.kernels, graph.model_type, recipe.target)
         self.mfu = recipe.assume.mfu
         self.imbalance = expert_imbalance(recipe)
-        self.low_precision_gain = low_precision_gain(gpu, recipe.training.low_precision)
+        self.low_precision = recipe.training.low_precision
+        self.low_precision_gain = low_precision_gain(gpu, self.low_precision)
         self.low_precision_shares = low_precision_shares(
             graph, recipe.training, is_emulated=gpu.is_cpu
         )
@@ -487,12 +489,18 @@ class _MicroBatchCosts:
         )
         if gain == 1.0 or share == 0.0:
             return forward, backward
-        moved = self.c.low_precision_cast_bytes * batch
-        ahead = traffic_seconds(self.device, self.c, moved * (rows + p.n) * p.k)
-        back = traffic_seconds(self.device, self.c, moved * rows * p.n)
+        ahead, back = linear_cast_seconds(
+            self.device,
+            self.c,
+            low_precision=self.low_precision,
+            family=self.kernels.family,
+            m=rows,
+            n=p.n,
+            k=p.k,
+        )
         return (
-            (1 - share) * forward + share * (forward / gain + ahead),
-            (1 - share) * backward + share * (backward / gain + back),
+            (1 - share) * forward + share * (forward / gain + batch * ahead),
+            (1 - share) * backward + share * (backward / gain + batch * back),
         )
 
     def _skipped_product(self, kind: LayerShape, *, in_attention: bool) -> float:

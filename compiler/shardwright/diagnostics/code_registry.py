@@ -260,6 +260,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3190": "the losses of a low precision depend on the layout",
     "SW3191": "the noise scale is not verified here",
     "SW3192": "one micro-batch has no noise to measure",
+    "SW3193": "low precision is slow without torch.compile",
     "SW3195": "the engine does not recompute single modules of a layer",
     "SW3196": "a module of a layer cannot be recomputed",
     "SW3201": "the layout does not fit in memory",

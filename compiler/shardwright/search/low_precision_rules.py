@@ -135,3 +135,27 @@ def scales_depend_on_layout(x: Candidate) -> Diagnostic | None:
         "Write `fp8_rowwise` where losses have to be equal in every layout.",
         severity="note",
     )
+
+
+def casts_are_fused(x: Candidate) -> Diagnostic | None:
+    """Warn of torchao's linears without torch.compile, SW3193: their casts run operator by
+    operator."""
+    recipe = x.recipe
+    name, engine = recipe.training.low_precision, ENGINES[recipe.target]
+    if (
+        not engine.compiles_layers
+        or name not in engine.low_precision
+        or recipe.model.kernels == "compile"
+        or x.cluster.gpu.is_cpu
+    ):
+        return None
+    return found(
+        "SW3193",
+        "model.kernels",
+        f"low_precision: {name} scales and casts every operand operator by operator; without "
+        "torch.compile that can take longer than its products save",
+        "Write `kernels: compile`, which fuses the casts (or `auto`, where it is verified). "
+        "Otherwise compare the step time with `low_precision: none`.",
+        ("compile", "auto"),
+        severity="warning",
+    )

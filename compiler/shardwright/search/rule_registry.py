@@ -127,6 +127,7 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3188": rule(low_precision_rules.low_precision_converts),
     "SW3189": rule(low_precision_rules.tensor_ranks_keep_widths, "tensor"),
     "SW3190": rule(low_precision_rules.scales_depend_on_layout),
+    "SW3193": rule(low_precision_rules.casts_are_fused),
     "SW3191": rule(training_rules.noise_scale_verified, "context", "expert", "pipeline"),
     "SW3192": rule(
         training_rules.noise_scale_has_two_batch_sizes,

@@ -27,12 +27,14 @@ from shardwright.cost.kernel_seconds import (
     eager_attention_seconds,
     fused_attention_seconds,
     head_norm_seconds,
+    linear_cast_seconds,
     product_seconds,
     sustained_share,
     traffic_seconds,
 )
 from shardwright.cost.layer_times import layer_seconds
 from shardwright.layout.gpu_cluster import resolve_cluster
+from shardwright.recipe.literal_types import LowPrecision
 from tests.unit.cost.test_estimate import BASE
 from tests.unit.models.factory import LLAMA_8B, graph_of, recipe_of
 
@@ -157,6 +159,24 @@ def test_a_chip_that_is_not_listed_lies_between_an_a100_and_an_h100() -> None:
     assert attention_rate(GPUS["a100-sxm4-80gb"], "best") == attention_rate(
         GPUS["a100-sxm4-80gb"], "flash"
     )
+
+
+def test_casts_cost_the_least_in_fused_kernels() -> None:
+    device = device_of(GPUS["h200-sxm-141gb"], 989.4e12, 2, C)
+
+    def seconds(low_precision: LowPrecision, family: str) -> float:
+        return sum(
+            linear_cast_seconds(
+                device, C, low_precision=low_precision, family=family, m=16384, n=4096, k=4096
+            )
+        )
+
+    engine, compiled = seconds("fp8_tensorwise", "megatron"), seconds("fp8_tensorwise", "compiled")
+    # Transformer Engine casts the three operands once, torchao each for two products.
+    assert compiled == pytest.approx(2 * engine)
+    assert compiled < seconds("fp8_rowwise", "compiled") < seconds("fp8_rowwise", "hf")
+    assert seconds("fp8_tensorwise", "hf") == seconds("fp8_rowwise", "hf")
+    assert seconds("mxfp8", "hf") == engine
 
 
 def test_low_precision_is_faster_where_the_chip_has_it() -> None:

@@ -1,4 +1,4 @@
-"""`training.low_precision`: SW3185 to SW3190, and the linears that it converts."""
+"""`training.low_precision`: SW3185 to SW3190 and SW3193, and the linears that it converts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from shardwright.layout.low_precision_modules import (
 )
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
-from shardwright.recipe.recipe_types import LoraSection, Recipe
+from shardwright.recipe.literal_types import Kernels
+from shardwright.recipe.recipe_types import LoraSection, Recipe, with_resolved_kernels
 from shardwright.search.rule_registry import check_layout
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_layout_rules import change
@@ -24,11 +25,18 @@ from tests.unit.search.test_layout_rules import change
 PLAIN = change(tensor=1, pipeline=2, data=4, gradient_accumulation_steps=4)
 
 
-def low(name: str, *keep: str, gpu: str | None = None, **training: Any) -> Recipe:
-    return recipe_of(
+def low(
+    name: str,
+    *keep: str,
+    gpu: str | None = None,
+    kernels: Kernels = "compile",
+    **training: Any,
+) -> Recipe:
+    recipe = recipe_of(
         cluster={} if gpu is None else {"gpu": gpu},
         training={"low_precision": name, "low_precision_keep": keep, **training},
     )
+    return with_resolved_kernels(recipe, kernels)
 
 
 def found(recipe: Recipe, layout: Layout = PLAIN, graph: ModelGraph | None = None) -> set[str]:
@@ -38,7 +46,7 @@ def found(recipe: Recipe, layout: Layout = PLAIN, graph: ModelGraph | None = Non
         cluster=resolve_cluster(recipe.cluster),
     )
     codes = {d.code for d in check_layout(problem, layout)}
-    return codes & {f"SW31{number}" for number in range(85, 91)}
+    return codes & {f"SW31{number}" for number in (*range(85, 91), 93)}
 
 
 def test_the_gpu_needs_a_peak() -> None:
@@ -75,6 +83,13 @@ def test_tensor_ranks_keep_the_kernels_widths() -> None:
 @pytest.mark.parametrize("name", ["fp8_tensorwise", "nvfp4"])
 def test_scales_of_a_rank_depend_on_the_layout(name: str) -> None:
     assert "SW3190" in found(low(name, gpu="b200-sxm-180gb"))
+
+
+def test_casts_without_compile_are_warned_of() -> None:
+    assert found(low("fp8_rowwise", gpu="h100-sxm-80gb", kernels="hf")) == {"SW3193"}
+    assert found(low("none", gpu="h100-sxm-80gb", kernels="hf")) == set()
+    assert found(low("fp8_rowwise", gpu="cpu", kernels="hf")) == set()  # emulated
+    assert "SW3193" not in found(low("nvfp4", gpu="b200-sxm-180gb", kernels="hf"))  # priced only
 
 
 def test_linears_are_converted_and_routers_and_experts_are_not() -> None:
