@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-more test-light test-hosts prove prove-megatron prove-list lint lint-light generated golden build fit-cost bench-cost bench-schedule bench-gpu
+.PHONY: help setup demo test test-more test-light install-light test-hosts prove prove-megatron prove-list lint lint-light generated golden build fit-cost bench-cost bench-schedule bench-gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -58,6 +58,8 @@ lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Pyt
 	$(LIGHT)/bin/ruff check .
 	$(LIGHT)/bin/ruff format --check .
 	$(LIGHT)/bin/lint-imports
+
+install-light: $(LIGHT)/.installed
 
 $(LIGHT)/.installed: pyproject.toml constraints.txt tools/light_requirements.py
 	test -x $(LIGHT)/bin/python || $(PYTHON) -m venv $(LIGHT)
