@@ -70,7 +70,7 @@ def errors() -> str:
 def _engines(bench: dict[str, Any]) -> list[str]:
     """engines.json: its projects left out, then its regimes with all rows in the fit."""
     lines = [
-        "Runs of other engines and DeepSpeed's own:",
+        "Runs of other engines and of DeepSpeed, by project and then by engine:",
         "",
         "| project or engine left out of the fit | timed runs | step time error | median | bias |",
         "|---|---|---|---|---|",
@@ -85,10 +85,11 @@ def _engines(bench: dict[str, Any]) -> list[str]:
         ]
     lines += [
         "",
-        (
-            "| regime, all runs in the fit | timed runs | step time error | bias | inside the "
-            "printed ± |"
-        ),
+        "The runs of `tools/fit_cost/engines.json` in groups. Here the constants are fitted to "
+        "all runs; the ± is the one that `plan` prints, from predictions without the run's "
+        "project:",
+        "",
+        "| group of runs | timed runs | step time error | bias | inside the printed ± |",
         "|---|---|---|---|---|",
     ]
     return lines + [

@@ -25,6 +25,11 @@ def page() -> str:
         f"{schema['description']} `shardwright schema` prints the JSON Schema itself, for editors; "
         "`shardwright check` says what is wrong in a recipe, with line and column.",
         "",
+        "In the column of defaults, `required` means that the key must be given; in an optional "
+        "section, only if the section is given. A key with the default `null` may be left out or "
+        "set to null, and one with the default none may be left out: the last column says what "
+        "holds then. In the column of values, the word nothing means null.",
+        "",
         "## The recipe",
         "",
         *table(schema, "", sections=False),
@@ -68,7 +73,11 @@ def _extra() -> list[str]:
 
 
 def _data(section: Schema) -> list[str]:
-    lines = ["", "## data", "", f"{section['description']} `kind` decides the other keys.", ""]
+    intro = (
+        f"{section['description']} `data.kind` decides the other keys. `validation` takes the same "
+        "keys, without `mixture`, if it has data of its own."
+    )
+    lines = ["", "## data", "", intro, ""]
     lines += HEADER
     known: dict[str, tuple[list[str], Schema]] = {}
     for kind in KINDS:
@@ -77,18 +86,21 @@ def _data(section: Schema) -> list[str]:
                 0
             ].append(kind)
     for kinds, entry in known.values():
-        where = "" if len(kinds) == len(KINDS) else f" ({', '.join(kinds)})"
-        schema = merged(entry["schema"])
-        lines.append(
-            row(entry["key"], schema, required=entry["key"] in ("kind", "path"), note=where)
-        )
+        taken_by = "" if len(kinds) == len(KINDS) else f"For {_listed(kinds)} data. "
+        schema, key = merged(entry["schema"]), f"data.{entry['key']}"
+        required = entry["key"] in ("kind", "path")
+        lines.append(row(key, schema, required=required, taken_by=taken_by))
         if "properties" in schema:
-            lines += _rows(schema, f"{entry['key']}.", sections=True)
+            lines += _rows(schema, f"{key}.", sections=True)
     part = merged(recipe_schema_def("mixture_part"))
     mixture = recipe_schema_def("kind_or_mixture")["then"]["properties"]["mixture"]
-    lines.append(row("mixture", merged(mixture), required=False))
-    lines.append(row("mixture[].weight", merged(part["properties"]["weight"]), required=True))
-    return [*lines, "", "A part of a `mixture` also has the keys of its own `kind`."]
+    lines.append(row("data.mixture", merged(mixture), required=False))
+    lines.append(row("data.mixture[].weight", merged(part["properties"]["weight"]), required=True))
+    return [*lines, "", "A part of `data.mixture` also has the keys of its own `kind`."]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _of_kind(kind: str) -> Schema:
@@ -114,6 +126,7 @@ def _rows(schema: Schema, prefix: str, sections: bool) -> list[str]:
         resolved = merged(value)
         if "properties" in resolved and prefix + key not in OPEN:
             if sections:
+                rows.append(row(prefix + key, resolved, required=key in required))
                 rows += _rows(resolved, f"{prefix}{key}.", sections)
         elif not (prefix == "" and key in ("data", "validation")):
             rows.append(row(prefix + key, resolved, required=key in required))
@@ -123,7 +136,8 @@ def _rows(schema: Schema, prefix: str, sections: bool) -> list[str]:
     return rows
 
 
-def row(key: str, schema: Schema, *, required: bool, note: str = "") -> str:
+def row(key: str, schema: Schema, *, required: bool, taken_by: str = "") -> str:
+    """Return a key's row. taken_by: a sentence before its meaning."""
     default = (
         f"`{json.dumps(schema['default'])}`"
         if "default" in schema
@@ -134,7 +148,7 @@ def row(key: str, schema: Schema, *, required: bool, note: str = "") -> str:
     meaning = str(schema.get("description", "")).removesuffix("Required.").strip() or str(
         schema.get("title", "")
     )
-    return f"| `{key}` | {_cell(values(schema))} | {default} | {_cell(meaning + note)} |"
+    return f"| `{key}` | {_cell(values(schema))} | {default} | {_cell(taken_by + meaning)} |"
 
 
 def values(schema: Schema) -> str:

@@ -12,15 +12,18 @@ from typing import Any
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.code_registry import CODES
+from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 from shardwright.engines.engine_table import ENGINES
 from shardwright.engines.megatron.megatron_capabilities import (
     MEGATRON,
     REFUSED_KEYS,
     SUPPORTED_KEYS,
 )
+from shardwright.layout.axes import AXES
 from shardwright.layout.gpu_cluster import resolve_cluster
 from shardwright.layout.layout import Candidate, Layout, Rule
 from shardwright.models.graph_builder import build_model_graph
+from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.objectives import ObjectiveSection
 from shardwright.recipe.recipe_types import (
@@ -32,7 +35,7 @@ from shardwright.recipe.recipe_types import (
 )
 from shardwright.search.rule_registry import GENERAL_RULES, rules_for
 from shardwright.utils.json_values import JsonValue
-from tests.unit.models.factory import model_section, recipe_of
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, model_section, recipe_of
 
 MODELS = (
     "meta-llama/Llama-3.1-8B",
@@ -46,6 +49,30 @@ MAMBA: dict[str, JsonValue] = {
     "num_hidden_layers": 24,
     "vocab_size": 50280,
 }
+LAYERDROP: dict[str, JsonValue] = {
+    "model_type": "opt",
+    "num_hidden_layers": 4,
+    "layerdrop": 0.1,
+}
+BERT: dict[str, JsonValue] = {
+    "model_type": "bert",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 260,
+}
+PROPHETNET: dict[str, JsonValue] = {
+    "model_type": "prophetnet",
+    "hidden_size": 64,
+    "num_decoder_layers": 4,
+    "vocab_size": 260,
+    "decoder_ffn_dim": 64,
+    "num_decoder_attention_heads": 4,
+    "is_decoder": True,
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+}
 PLAIN = Layout(
     tensor=1,
     pipeline=1,
@@ -57,14 +84,15 @@ PLAIN = Layout(
     schedule="1f1b",
     offload="none",
 )
+GLOBAL_BATCH_SIZE = 64
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
-    *({"tensor": t, "data": 16 // t if 16 % t == 0 else 1} for t in (3, 5, 8, 16)),
+    *({"tensor": t, "data": 16 // t if 16 % t == 0 else 1} for t in (2, 3, 5, 8, 16)),
     *({"pipeline": 4, "data": 4, "zero_stage": z} for z in (0, 1, 3)),
     {"zero_stage": 0},
     {"zero_stage": 3},
     {"pipeline": 64, "data": 1},
-    {"pipeline": 4, "data": 4, "schedule": "dualpipev"},
+    {"pipeline": 4, "data": 4, "schedule": "dualpipev", "micro_batch_size": 4},
     {"schedule": "dualpipev"},
     {"micro_batch_size": 3},
     {"expert": 2},
@@ -97,14 +125,18 @@ def page() -> str:
         "",
         "<!-- made by `make generated` from compiler/shardwright/search/rule_registry.py -->",
         "",
-        "`plan` omits layouts that break a rule with severity error; warnings reject nothing. "
-        "`estimate` prints the code and prices such a layout all the same. It cannot do so if the "
-        "degrees do not multiply to the number of GPUs (SW3101), or the batch does not divide "
-        "(SW3102). `estimate --json` then has no `strategy`, `memory` and `time`. `shardwright "
-        "explain R --why-not tensor=8,pipeline=2` names the rule that rejects a layout.",
+        "`plan` omits layouts that break a rule with severity error; warnings and notes reject "
+        "nothing. `estimate` prints the code and prices such a layout all the same, unless the "
+        "degrees do not multiply to the number of GPUs (SW3101) or the batch does not divide "
+        "(SW3102): `estimate --json` then has no `strategy`, `memory` and `time`. `shardwright "
+        "explain RECIPE --why-not tensor=8,pipeline=2` names the rule that rejects a layout.",
         "",
-        "Each entry below is one rule: its code, title and severity, the reason, the keys of the "
-        "layout that it reads, and an example of its message.",
+        "Each entry below is one rule: its code, title and severity, the reason, the keys that "
+        "decide it, and an example of its message. The keys are those of the layout, and the one "
+        "that the message is about; other keys of the recipe can matter, as the reason says. "
+        "`= valid:` lists values of that key near the one that is refused. *Verified* means that "
+        "losses, gradient norms and weights were compared with those of one process "
+        "([proof.md](proof.md)).",
     ]
     ours = {
         code: rule for code, rule in rules_for("deepspeed").items() if code not in GENERAL_RULES
@@ -119,6 +151,7 @@ def page() -> str:
         lines += ["", f"## {title}"]
         for code in sorted(rules):
             lines += _rule(code, rules[code])
+    shown = {code for _, rules in groups for code in rules}
     lines += _megatron_keys()
     lines += [
         "",
@@ -126,7 +159,11 @@ def page() -> str:
         "",
         "| code | problem |",
         "|---|---|",
-        *(f"| {code} | {title} |" for code, title in CODES.items() if code.startswith("SW32")),
+        *(
+            f"| {code} | {title} |"
+            for code, title in CODES.items()
+            if code.startswith("SW32") and code not in shown
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -151,7 +188,9 @@ def _megatron_keys() -> list[str]:
         "",
         "Supported: "
         + ", ".join(f"`{name}`" for name in SUPPORTED_KEYS)
-        + ". The other keys support only some values:",
+        + ". Keys of `parallelism` are decided by the rules above. The other keys support only "
+        + "some values. In the reasons, `it` and `its` stand for "
+        + "Megatron-Core, and `they` for the keys of the section:",
         "",
         "| key | supported values | error for other values |",
         "|---|---|---|",
@@ -163,19 +202,19 @@ def _rule(code: str, rule: Rule) -> list[str]:
     found = examples().get(code)
     severity = "" if found is None else f" ({found.severity})"
     lines = ["", f"### {code}: {CODES[code]}{severity}", ""]
-    reads = (
-        ", ".join(f"`{name}`" for name in sorted(rule.reads))
-        or "none, only other keys of the recipe"
-    )
+    reads = [
+        f"`{axis.section}.{axis.name}`" for axis in AXES if axis.name in rule.reads and axis.section
+    ]
+    if found is not None and found.key and (key := ".".join(map(str, found.key))):
+        reads += [f"`{key}`"] * (f"`{key}`" not in reads)
     doc = " ".join((inspect.getdoc(rule.check) or "").split())
     lines += [f"{doc}\n"] if doc else []
-    lines += [f"Keys of the layout that decide it: {reads}."]
+    lines += [f"Keys that decide it, beside the model: {', '.join(reads)}."] if reads else []
     if found is not None:
         lines += [
             "",
             "```text",
-            f"{found.severity}[{code}]: {found.message}",
-            f"  = help: {found.help}",
+            *render_diagnostics((found,), None, color=False).splitlines(),
             "```",
         ]
     return lines
@@ -185,7 +224,7 @@ def _rule(code: str, rule: Rule) -> list[str]:
 def examples() -> dict[str, Diagnostic]:
     """What each rule says of the first of these layouts that breaks it."""
     found: dict[str, Diagnostic] = {}
-    for subject in subjects():
+    for subject in itertools.chain(subjects(), further_subjects()):
         for code, rule in {
             **rules_for("deepspeed"),
             **rules_for("reference"),
@@ -199,7 +238,9 @@ def examples() -> dict[str, Diagnostic]:
 def subjects() -> Iterator[Candidate]:
     sections = (*(model_section(source=source) for source in MODELS), model_section(config=MAMBA))
     for section, recipe, change in itertools.product(sections, recipes(), CHANGES):
-        strategy = dataclasses.replace(PLAIN, **change)
+        sequences = change.get("micro_batch_size", 1) * change.get("data", PLAIN.data)
+        accumulation = {"gradient_accumulation_steps": max(1, GLOBAL_BATCH_SIZE // sequences)}
+        strategy = dataclasses.replace(PLAIN, **{**accumulation, **change})
         pins = dataclasses.replace(recipe.parallelism, expert=strategy.expert)
         graph, pinned = build_model_graph(section), recipe.model.attention
         yield Candidate(
@@ -210,9 +251,109 @@ def subjects() -> Iterator[Candidate]:
         )
 
 
+def further_subjects() -> Iterator[Candidate]:
+    """One layout for each rule that wants a model or a key of its own."""
+    plain = recipe_of(
+        cluster={"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"},
+        training={"sequence_length": 1024, "global_batch_size": GLOBAL_BATCH_SIZE},
+    )
+    llama = graph_of(SMALL_LLAMA)
+    packed = dataclasses.replace(plain, data=TEXT)
+    images = dataclasses.replace(llama, task="image-text-to-text")
+    pairs = dataclasses.replace(llama, task="contrastive")
+    mixtral: dict[str, JsonValue] = {
+        **SMALL_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    gpt_oss = graph_of({**mixtral, "model_type": "gpt_oss", "head_dim": 8})
+    dynamic: JsonValue = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    falling = dataclasses.replace(
+        plain.training.scheduler, name="linear", warmup_steps=0, warmup_ratio=None, min_lr=None
+    )
+    muon = dataclasses.replace(
+        plain.training.optimizer, name="muon", momentum=0.95, ns_steps=5, adamw_lr=3e-4
+    )
+
+    def with_training(**changes: Any) -> Recipe:
+        return dataclasses.replace(plain, training=dataclasses.replace(plain.training, **changes))
+
+    def with_model(**changes: Any) -> Recipe:
+        return dataclasses.replace(plain, model=dataclasses.replace(plain.model, **changes))
+
+    cases: tuple[tuple[ModelGraph, Recipe, dict[str, Any]], ...] = (
+        (images, plain, {"pipeline": 4, "data": 4, "schedule": "dualpipev"}),
+        (pairs, plain, {"tensor": 2, "data": 8}),
+        (pairs, plain, {"activation_checkpointing": "selective"}),
+        (dataclasses.replace(llama, model_type="prophetnet"), with_model(loss="chunked"), {}),
+        (
+            dataclasses.replace(llama, config={**llama.config, "rope_parameters": dynamic}),
+            packed,
+            {},
+        ),
+        (graph_of(MAMBA), plain, {"activation_checkpointing": "selective"}),
+        (graph_of(LAYERDROP), plain, {"zero_stage": 3}),
+        (graph_of(BERT), plain, {}),
+        (graph_of(PROPHETNET), plain, {}),
+        (
+            graph_of({**mixtral, "output_router_logits": True, "router_aux_loss_coef": 0.02}),
+            plain,
+            {},
+        ),
+        (llama, with_training(scheduler=falling, steps=2), {}),
+        (
+            llama,
+            dataclasses.replace(plain, target="megatron"),
+            {"activation_checkpointing": ("shared_experts",)},
+        ),
+        (gpt_oss, plain, {"tensor": 2, "data": 8, "sequence_parallel": True}),
+        (
+            graph_of(mixtral),
+            plain,
+            {"tensor": 4, "data": 4, "sequence_parallel": True, "expert_tensor": 2},
+        ),
+        (gpt_oss, with_training(optimizer=muon), {}),
+        (
+            graph_of({**SMALL_LLAMA, "model_type": "phi3", "pad_token_id": 0}),
+            plain,
+            {"tensor": 2, "data": 8},
+        ),
+        (
+            llama,
+            dataclasses.replace(
+                with_model(transformer_engine="on"),
+                cluster=dataclasses.replace(plain.cluster, gpu="cpu"),
+            ),
+            {},
+        ),
+        (
+            llama,
+            with_training(low_precision="fp8_blockwise", low_precision_keep=("*.o_proj",)),
+            {},
+        ),
+        (
+            llama,
+            dataclasses.replace(
+                with_training(low_precision="fp8_blockwise"),
+                model=dataclasses.replace(plain.model, transformer_engine="off"),
+            ),
+            {},
+        ),
+    )
+    for graph, recipe, change in cases:
+        accumulation = {"gradient_accumulation_steps": GLOBAL_BATCH_SIZE // change.get("data", 16)}
+        yield Candidate(
+            recipe=recipe,
+            graph=graph,
+            cluster=resolve_cluster(recipe.cluster),
+            strategy=dataclasses.replace(PLAIN, **{**accumulation, **change}),
+        )
+
+
 def recipes() -> tuple[Recipe, ...]:
     cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}
-    training = {"sequence_length": 1024, "global_batch_size": 64}
+    training = {"sequence_length": 1024, "global_batch_size": GLOBAL_BATCH_SIZE}
     plain = recipe_of(cluster=cluster, training=training)
     single = recipe_of(cluster=cluster, training={**training, "precision": "fp32"})
     half = recipe_of(cluster={**cluster, "gpu": "cpu"}, training={**training, "precision": "fp16"})

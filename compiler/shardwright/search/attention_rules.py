@@ -18,7 +18,8 @@ FLASH_HEAD_SIZE = 256
 
 
 def attention_module_exists(x: Candidate) -> Diagnostic | None:
-    """Selective checkpointing recomputes the attention module: there must be one."""
+    """Selective checkpointing recomputes the attention module of each layer, so all layers need an
+    attention module of the same name."""
     if x.strategy.activation_checkpointing != "selective" or x.graph.attention_module:
         return None
     return found(
@@ -33,9 +34,9 @@ def attention_module_exists(x: Candidate) -> Diagnostic | None:
 
 
 def packed_documents_kept_separate(x: Candidate) -> Diagnostic | None:
-    """Packing keeps documents apart by their positions, which every mask is given; whether that is
-    enough is proved by running a tiny copy of the model (models/model_probe.py). State space
-    models and recurrences read on across documents."""
+    """Packed documents are kept apart only by their position ids, from which attention masks are
+    made. A tiny copy of the model verifies whether these suffice (models/model_probe.py). State
+    space models and recurrent layers read across documents."""
     packed = [key for key, part in x.recipe.dataset_sections() if part.joins_documents]
     if not packed or not x.graph.packing:
         return None
@@ -44,15 +45,16 @@ def packed_documents_kept_separate(x: Candidate) -> Diagnostic | None:
         (*packed[0], "packing"),
         f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed "
         f"documents apart: {x.graph.packing}",
-        f"Write `packing: false` under {'.'.join(map(str, packed[0]))}: one stream of text cut "
-        "into sequences; a conversation or a completion a sequence.",
+        f"Write `packing: false` under {'.'.join(map(str, packed[0]))}: then all text is one "
+        "stream that is split into sequences, and each conversation or completion has a sequence "
+        "of its own.",
     )
 
 
 def packed_rope_length(x: Candidate) -> Diagnostic | None:
     """Rotary embeddings of some kinds (dynamic, longrope) choose their frequencies by the longest
-    document of a packed sequence: what a document is trained with would depend on its neighbours.
-    Below the switch nothing depends on it."""
+    document of a packed sequence, so a document would be trained with frequencies that depend on
+    the other documents. Up to the length at which the frequencies change, packing is safe."""
     packed = [key for key, part in x.recipe.dataset_sections() if part.joins_documents]
     switches = length_switches(x.graph.config)
     length = x.recipe.training.sequence_length
@@ -63,11 +65,9 @@ def packed_rope_length(x: Candidate) -> Diagnostic | None:
         "SW3136",
         (*packed[0], "packing"),
         f"rotary embeddings of type {kind!r} change beyond {switch} tokens: in a packed sequence "
-        f"of {length} the longest document would decide for all",
-        (
-            "Write `packing: false`, which gives each sequence one length, or a sequence_length of "
-            f"at most {switch}."
-        ),
+        f"of {length} tokens the longest document would decide for all documents",
+        f"Write `packing: false` under {'.'.join(map(str, packed[0]))}, or use a sequence_length "
+        f"of at most {switch}.",
     )
 
 
@@ -95,39 +95,41 @@ def length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def flash_attention_supported(x: Candidate) -> Diagnostic | None:
-    """flash-attn 2 (README, "NVIDIA CUDA Support"): fp16 and bf16, Ampere or newer, head sizes up
-    to 256."""
+    """flash-attn 2 has kernels for fp16 and bf16, for Ampere and newer GPUs, and for head sizes up
+    to 256 (its README, "NVIDIA CUDA Support")."""
     gpu, precision = x.cluster.gpu, x.recipe.training.precision
     if x.graph.attention != FLASH_ATTENTION_2:
         return None
+    precision_help = ""
     if gpu.is_cpu or "bf16" not in gpu.peak_flops:
         why = (
-            f"has no kernels for the gpu {gpu.name}: it takes GPUs that compute in bf16, Ampere "
+            f"has no kernels for the gpu {gpu.name}: they need a GPU that computes in bf16, Ampere "
             "or newer"
         )
     elif not FORMATS[precision].flash_attention:
-        why = f"has no kernels for {precision}: write `precision: bf16`, or another attention"
+        why = f"has no kernels for precision {precision}"
+        precision_help = "`precision: bf16` or "
     elif x.graph.head_dim > FLASH_HEAD_SIZE:
-        why = f"takes heads of at most {FLASH_HEAD_SIZE}, and the model's have {x.graph.head_dim}"
+        why = f"supports head sizes up to {FLASH_HEAD_SIZE}, and the model's is {x.graph.head_dim}"
     else:
         return None
     return found(
         "SW3128",
         "model.attention",
         f"flash attention {why}",
-        "Write `attention: sdpa`, which takes torch's own fused kernels.",
+        f"Write {precision_help}`attention: sdpa`, which uses torch's own fused kernels.",
     )
 
 
 # What context ranks (modules/context/) do not run: sizes that do not divide, models that look
-# beyond a token, and dropout, which is not proved beside them.
+# beyond a token, and dropout, which is not verified with them.
 
 
 _KEY = "parallelism.context"
 
 
 def context_divides_sequence(x: Candidate) -> Diagnostic | None:
-    """Refuse context degrees that do not give each rank the same number of a sequence's tokens."""
+    """Each context rank takes an equal number of the tokens of every sequence."""
     s, length = x.strategy.context, x.recipe.training.sequence_length
     if length % s == 0:
         return None
@@ -135,17 +137,17 @@ def context_divides_sequence(x: Candidate) -> Diagnostic | None:
         "SW3141",
         "training.sequence_length",
         f"sequence_length {length} is not a multiple of context {s}",
-        "Each context rank takes an equal piece of a row.",
+        f"Choose a context degree that divides {length}, or change sequence_length to a multiple "
+        f"of {s}.",
         nearest_multiples(s, length),
     )
 
 
 def context_divides_heads(x: Candidate) -> Diagnostic | None:
-    """Refuse context degrees that do not give each rank the same number of attention heads;
-    fewer key and value heads are repeated. Types that context parallelism refuses are left to
-    SW3143."""
+    """In attention each context rank computes an equal share of its tensor rank's heads, over all
+    tokens of a sequence. Key and value heads that the context ranks do not divide are repeated."""
     s = x.strategy
-    if x.graph.context_parallel_reason:
+    if x.graph.context_parallel_reason:  # reported as SW3143
         return None
     own = x.graph.attention_heads // (s.tensor if is_attention_sharded(x.graph) else 1)
     if s.context == 1 or own % s.context == 0:
@@ -153,32 +155,33 @@ def context_divides_heads(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3142",
         _KEY,
-        f"{own} attention heads of a tensor rank do not divide over context {s.context}",
-        "In attention a context rank has a share of the heads, and all tokens of the row.",
+        f"context {s.context} does not divide the {own} attention heads of a tensor rank",
+        f"Choose a context degree that divides {own}.",
         nearest_divisors(own, s.context),
     )
 
 
 def context_parallel_supported(x: Candidate) -> Diagnostic | None:
-    """Tried on a tiny copy of this configuration when the model was traced."""
+    """Context parallelism splits each sequence over ranks. Whether a model computes the same on
+    parts of a sequence is tested on a tiny copy of its configuration when the model is traced."""
     why = x.graph.context_parallel_reason
     if x.strategy.context == 1 or not why:
         return None
     return found(
         "SW3143",
         _KEY,
-        f"rows of a {x.graph.model_type!r} are not cut over ranks: {why}",
+        f"sequences of a {x.graph.model_type!r} cannot be split over context ranks: {why}",
         (
-            "Use context: 1. Recomputation, the chunked loss and tensor ranks make long rows fit "
-            "as well."
+            "Use context: 1. Activation checkpointing, `loss: chunked` and tensor parallelism also "
+            "reduce the memory of long sequences."
         ),
         (1,),
     )
 
 
 def context_without_dropout(x: Candidate) -> Diagnostic | None:
-    """A rank would draw for its own tokens, and in attention for its own heads; that is compared
-    with no plain run yet."""
+    """Each context rank would draw dropout masks for its own tokens, and in attention for its own
+    heads. Such a run has not been compared with a single-process run."""
     largest = max(x.graph.max_dropout, 0.0 if x.recipe.lora is None else x.recipe.lora.dropout)
     if x.strategy.context == 1 or largest == 0:
         return None

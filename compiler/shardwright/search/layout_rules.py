@@ -30,15 +30,15 @@ from shardwright.utils.divisors import degree_mismatch, nearest_divisors, neares
 def missing_peak_error(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     if precision in cluster.gpu.peak_flops:
         return None
+    own = tuple(name for name in cluster.gpu.peak_flops if name in FORMATS)
+    choice = f"Choose precision {' or '.join(own)}" if own else "Use another GPU"
     return found(
         "SW3118",
         "training.precision",
-        f"gpu {cluster.gpu.name} has no {precision} peak",
-        (
-            "Choose a precision that the GPU computes in, or give its peak in an inline gpu's "
-            "peak_tflops."
-        ),
-        tuple(name for name in cluster.gpu.peak_flops if name in FORMATS),
+        f"gpu {cluster.gpu.name} has no peak TFLOP/s for precision {precision}",
+        f"{choice}, or describe a GPU that computes in {precision} under cluster.gpu, with its "
+        f"peak_tflops.{precision}.",
+        own,
     )
 
 
@@ -58,7 +58,8 @@ SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # 200 Gb/s
 
 
 def degrees_multiply_to_world_size(x: Candidate) -> Diagnostic | None:
-    """dp = world / (tp pp) (pipe/module.py:174)."""
+    """Each GPU has one tensor, one pipeline, one context and one data rank, so these degrees
+    multiply to the number of GPUs (DeepSpeed: pipe/module.py:174)."""
     s, world = x.strategy, x.cluster.world_size
     pinned = [
         axis.name
@@ -82,32 +83,35 @@ def degrees_multiply_to_world_size(x: Candidate) -> Diagnostic | None:
             f"{x.cluster.gpus_per_node} GPUs = {world}"
         ),
         (
-            "The product must be the number of GPUs; leave tensor, pipeline or data at auto to "
-            "have it computed."
+            "Change a degree so that the product is the number of GPUs, or leave tensor, pipeline "
+            "or data at auto: the compiler then computes that degree."
         ),
         near,
     )
 
 
 def batch_is_divisible(x: Candidate) -> Diagnostic | None:
-    """DeepSpeed asserts train_batch = micro x accumulation x dp (runtime/config.py:925)."""
+    """In each gradient accumulation step every data rank takes one whole micro-batch, so the global
+    batch is micro_batch_size x gradient accumulation steps x data (DeepSpeed:
+    runtime/config.py:925)."""
     s, size = x.strategy, x.recipe.training.global_batch_size
-    if s.micro_batch_size * s.gradient_accumulation_steps * s.data == size:
+    at_once = s.micro_batch_size * s.data
+    if at_once * s.gradient_accumulation_steps == size:
         return None
     return found(
         "SW3102",
         "training.global_batch_size",
         (
             f"global_batch_size {size} is not a multiple of micro_batch_size {s.micro_batch_size} "
-            f"x data {s.data}"
+            f"x data {s.data} = {at_once}"
         ),
-        "Gradient accumulation takes whole micro-batches on every data rank.",
-        nearest_multiples(s.micro_batch_size * s.data, size),
+        f"Change global_batch_size to a multiple of {at_once}, or change micro_batch_size or data.",
+        nearest_multiples(at_once, size),
     )
 
 
 def tensor_divides_heads(x: Candidate) -> Diagnostic | None:
-    """Refuse tensor degrees that do not divide the attention heads."""
+    """Each tensor rank computes an equal share of the attention heads."""
     return _indivisible(x, "SW3103")
 
 
@@ -122,6 +126,7 @@ def tensor_divides_feed_forward(x: Candidate) -> Diagnostic | None:
 
 
 def tensor_divides_experts(x: Candidate) -> Diagnostic | None:
+    """Each tensor rank holds an equal share of the feed-forward features of every expert."""
     return _indivisible(x, "SW3126")
 
 
@@ -132,38 +137,39 @@ def _indivisible(x: Candidate, code: str) -> Diagnostic | None:
 
 
 def stages_have_layers(x: Candidate) -> Diagnostic | None:
-    """A stage holds at least one layer; embedding and head count as one each, layers that share
-    something as one."""
+    """Every stage holds at least one layer. The embedding and the head count as one layer each.
+    Decoder layers that share parameters or state stay on one stage and count as one."""
     if max_stages(x.graph) >= x.strategy.stages:
         return None
     return too_few_layers_error(x.graph, x.strategy)
 
 
 def partial_checkpointing_layers(x: Candidate) -> Diagnostic | None:
-    """{full: N} counts layers of each stage. Stages are cut by time and memory, so one may have a
-    few fewer than the others: it recomputes all of them. More than an even share would mean
-    `full`."""
+    """`{full: N}` recomputes the first N decoder layers of each stage, and all layers of a stage
+    that has fewer. N is at most an even share of the decoder layers: `full` recomputes all."""
     s, choice = x.strategy, x.strategy.activation_checkpointing
     share = max_decoder_layers_per_stage(x.graph, s) * (s.total_stages // s.stages)
     if not isinstance(choice, PartialCheckpointing) or choice.full <= share:
         return None
     stages = (
-        f"spread evenly {s.stages} stages have {share} each, or fewer"
+        f"{x.graph.decoder_layers} decoder layers split evenly over {s.stages} stages are at most "
+        f"{share} a stage"
         if s.stages > 1
-        else f"the model has {share}"
+        else f"the model has {share} decoder layers"
     )
     return found(
         "SW3135",
         "parallelism.activation_checkpointing",
         (
-            f"activation_checkpointing {choice} recomputes {choice.full} layers of a stage, but "
+            f"activation_checkpointing {choice} recomputes {choice.full} layers of each stage, but "
             f"{stages}"
         ),
-        f"Write full to recompute every layer, or {{full: N}} with N below {share}.",
+        f"Write `full` to recompute every layer, or `{{full: N}}` with N at most {share}.",
     )
 
 
 def dualpipev_needs_pipeline(x: Candidate) -> Diagnostic | None:
+    """DualPipeV is a pipeline schedule with two stages on each rank, so it needs a pipeline."""
     if x.strategy.schedule != "dualpipev" or x.strategy.pipeline > 1:
         return None
     return found(
@@ -175,7 +181,8 @@ def dualpipev_needs_pipeline(x: Candidate) -> Diagnostic | None:
 
 
 def tensor_group_in_node(x: Candidate) -> Diagnostic | None:
-    """Ranks are placed so that a tensor group fills part of one node, or of one NVLink domain."""
+    """Tensor ranks exchange activations in every layer, so each tensor group stays inside one node
+    or NVLink domain. The degree must divide the number of GPUs there."""
     t, slots = x.strategy.tensor, x.cluster.scale_up_gpus
     if slots % t == 0:
         return None
@@ -194,10 +201,8 @@ def tensor_group_in_node(x: Candidate) -> Diagnostic | None:
 
 
 def nodes_fill_nvlink_domains(x: Candidate) -> Diagnostic | None:
-    """Warn where the fewest NVLink domains that hold the nodes would hold unequal numbers of them.
-
-    Groups of ranks are then priced, and placed, over smaller domains of as many nodes each.
-    """
+    """The plan assigns the same number of nodes to every NVLink domain. Where the nodes do not
+    divide evenly over the fewest domains that hold them, it assumes more and smaller domains."""
     c = x.cluster
     nodes_per_domain = max(1, c.nvlink_gpus // c.gpus_per_node)
     fewest = -(-c.nodes // nodes_per_domain)
@@ -208,32 +213,32 @@ def nodes_fill_nvlink_domains(x: Candidate) -> Diagnostic | None:
         "SW3129",
         "cluster.nodes",
         f"{c.nodes} nodes do not divide evenly over {fewest} NVLink domains of {c.nvlink_gpus} "
-        f"GPUs: the plan uses {c.nvlink_domain_gpus} GPUs of each domain",
-        f"Use {' or '.join(map(str, near))} nodes: each domain then holds as many, and larger "
-        "groups of ranks stay inside one.",
+        f"GPUs: the plan assumes {c.nvlink_domains} domains of {c.nvlink_domain_gpus} GPUs",
+        f"Use {' or '.join(map(str, near))} nodes: every NVLink domain then holds the same number "
+        "of nodes, and larger groups of ranks stay inside one domain.",
         near,
         severity="warning",
     )
 
 
 def tensor_parallel_styles(x: Candidate) -> Diagnostic | None:
-    """Refuse tensor parallelism of types that are not verified against one process
-    (models/tensor_verified.json)."""
+    """Tensor parallelism is supported for the model types that train with tensor ranks as in a
+    single-process run (models/tensor_verified.json)."""
     if x.strategy.tensor == 1 or x.graph.tensor_parallel_kind:
         return None
     return found(
         "SW3123",
         "parallelism.tensor",
-        f"tensor {x.strategy.tensor}: model_type {x.graph.model_type!r} is not cut over tensor "
-        f"ranks: {x.graph.tensor_parallel_reason}",
-        "Use tensor: 1; pipeline and ZeRO run this type.",
+        f"tensor {x.strategy.tensor} is not supported for model_type {x.graph.model_type!r}: "
+        f"{x.graph.tensor_parallel_reason}",
+        "Use tensor: 1.",
         (1,),
     )
 
 
 def chunked_loss_verified(x: Candidate) -> Diagnostic | None:
-    """Refuse a chunked loss of types whose head is not verified to run on some tokens alone
-    (models/chunked_loss_types.json)."""
+    """A chunked loss computes the logits of a part of the tokens at a time. This is verified only
+    for the model types in models/chunked_loss_types.json."""
     if (
         not x.graph.task_traits.chunked_loss
         or x.recipe.model.loss != "chunked"
@@ -243,16 +248,17 @@ def chunked_loss_verified(x: Candidate) -> Diagnostic | None:
     return found(
         "SW1431",
         "model.loss",
-        f"the chunked loss is not proved for model_type {x.graph.model_type!r}",
-        "Write `loss: auto`, which keeps the logits of this type whole.",
+        f"the chunked loss is not verified for model_type {x.graph.model_type!r}",
+        "Write `loss: auto` or `loss: full`, which compute all logits of a micro-batch at once for "
+        "this type.",
         ("auto", "full"),
     )
 
 
 def layer_drop_supported(x: Candidate) -> Diagnostic | None:
-    """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where
-    data ranks, each with its own numbers, gather different layers. Ordinary dropout runs under
-    every layout (parallel/tensor_parallel_collectives.py)."""
+    """`layerdrop` and `decoder_layerdrop` skip layers at random. In a pipeline, a stage cannot skip
+    activations that another stage sends. At ZeRO stage 3 data ranks skip different layers, and the
+    run hangs where they gather weights."""
     s = x.strategy
     name = next((k for k in ("layerdrop", "decoder_layerdrop") if x.graph.config.get(k)), None)
     if name is None or (s.pipeline == 1 and s.zero_stage < 3):
@@ -261,15 +267,16 @@ def layer_drop_supported(x: Candidate) -> Diagnostic | None:
         "SW3113",
         "parallelism.pipeline" if s.pipeline > 1 else "parallelism.zero_stage",
         (
-            f"{name} {x.graph.config[name]} skips layers at random, which a pipeline and "
-            "zero_stage 3 cannot"
+            f"{name} {x.graph.config[name]} skips layers at random, which does not work in a "
+            "pipeline or at zero_stage 3"
         ),
         f"Set {name} to 0 in model.config, or use pipeline: 1 with a zero_stage below 3.",
     )
 
 
 def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
-    """bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
+    """bf16 has eight bits of precision. A sum in bf16 over many micro-batches rounds small
+    gradients away."""
     training = x.recipe.training
     if not sums_are_rounded(training):
         return None
@@ -279,17 +286,17 @@ def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
         "SW3121",
         "training.gradient_accumulation_dtype",
         (
-            f"{x.strategy.gradient_accumulation_steps} micro-batches are summed in "
+            f"gradients of {x.strategy.gradient_accumulation_steps} micro-batches are summed in "
             f"{training.gradient_accumulation_dtype}"
         ),
-        "gradient_accumulation_dtype: fp32 loses nothing, for two more bytes a parameter.",
+        "Write `gradient_accumulation_dtype: fp32`, which takes two more bytes a parameter.",
         severity="warning",
     )
 
 
 def axes_are_runnable(x: Candidate) -> Diagnostic | None:
-    """Axes that no engine here runs. Of those that are not even priced nothing is said: neither
-    time nor memory."""
+    """Each engine supports only some keys of the layout. A key that the cost model does not cover
+    is rejected under every engine, without an estimate of time and memory."""
     known = ENGINES[x.recipe.target].axes
     wrong = {
         a: v
@@ -301,9 +308,7 @@ def axes_are_runnable(x: Candidate) -> Diagnostic | None:
     plain = [f"{axis.name}: {str(axis.off_value).lower()}" for axis in wrong]
     able = next((e.name for e in ENGINES.values() if {a.name for a in wrong} <= e.axes), "")
     named = ", ".join(f"{axis.name} {str(value).lower()}" for axis, value in wrong.items())
-    priced = (
-        "" if all(axis.has_cost_model for axis in wrong) else ", which has no numbers for it either"
-    )
+    priced = "" if all(axis.has_cost_model for axis in wrong) else ", and has no cost model"
     return found(
         "SW3115",
         f"parallelism.{next(iter(wrong)).name}",
@@ -313,33 +318,29 @@ def axes_are_runnable(x: Candidate) -> Diagnostic | None:
 
 
 def moe_without_expert_parallelism(x: Candidate) -> Diagnostic | None:
-    """A mixture of experts without expert ranks: what an engine lacks, or a recipe does not ask
-    for."""
+    """Without expert parallelism every data-parallel rank holds all experts of its layers, or
+    gathers them with ZeRO-3. Either `parallelism.expert` is 1, or the engine has no expert
+    parallelism."""
     experts = experts_per_layer(x.graph)
     if experts < 2 or x.strategy.expert > 1:
         return None
     has = "expert" in ENGINES[x.recipe.target].axes
-    help = (
-        "`expert: N` spreads them over ranks, and"
-        if has
-        else "An engine that spreads experts over ranks"
-    )
+    able = " or ".join(f"`target: {e.name}`" for e in ENGINES.values() if "expert" in e.axes)
+    lacks = "" if has else f", which target: {x.recipe.target} does not support"
     return found(
         "SW3132",
         "parallelism.expert",
-        (
-            f"{experts} experts a layer without expert "
-            f"parallelism{'' if has else ', which this version unsupported_reason'}"
-        ),
-        "Every data-parallel rank holds all experts of its layers, or gathers them (ZeRO-3), and "
-        f"all figures are for that. {help} may take much less time and memory.",
+        f"{experts} experts a layer without expert parallelism{lacks}",
+        f"{'Write' if has else f'Write {able} and'} `expert: N` to shard the experts over N ranks, "
+        "which may take much less time and memory. The estimate is for data-parallel ranks that "
+        "each hold all experts of their layers, or gather them with ZeRO-3.",
         severity="warning",
     )
 
 
 def learned_positions_cover_sequence(x: Candidate) -> Diagnostic | None:
-    """A learned table has no row for a later position. It stands in the embedding layer, beside the
-    tokens' table."""
+    """A model with learned position embeddings has one vector for each position of its table, and
+    none for later positions."""
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or not _has_position_table(x.graph):
         return None
@@ -354,7 +355,8 @@ def learned_positions_cover_sequence(x: Candidate) -> Diagnostic | None:
 
 
 def rotary_positions_trained(x: Candidate) -> Diagnostic | None:
-    """Rotary positions go on beyond what the model was trained for, at some loss of quality."""
+    """Rotary embeddings can be computed for positions beyond those that the model was trained for,
+    at some loss of quality."""
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or _has_position_table(x.graph):
         return None
@@ -363,8 +365,8 @@ def rotary_positions_trained(x: Candidate) -> Diagnostic | None:
         "training.sequence_length",
         f"sequence_length {length} is longer than the model's max_position_embeddings {most}",
         (
-            "It runs, but positions beyond that were never trained; set the model's rope scaling "
-            "if that is meant."
+            f"The model runs, but is not made for later positions. Use sequence_length <= {most}, "
+            "or set the model's RoPE scaling in model.config for longer sequences."
         ),
         (most,),
         severity="warning",
@@ -372,10 +374,13 @@ def rotary_positions_trained(x: Candidate) -> Diagnostic | None:
 
 
 def _has_position_table(graph: ModelGraph) -> bool:
+    """Return whether the embedding layer has a table of positions beside the tokens' table."""
     return any(p.shape[0] == graph.max_positions for p in graph.layers[0].parameters[1:])
 
 
 def precision_has_peak(x: Candidate) -> Diagnostic | None:
+    """The estimate of a step's time needs the GPU's peak TFLOP/s in training.precision. The GPU
+    catalogue lists the precisions that a GPU computes in; an inline GPU has its peak_tflops."""
     return missing_peak_error(x.recipe.training.precision, x.cluster)
 
 
@@ -385,38 +390,42 @@ def fp16_on_cpu(x: Candidate) -> Diagnostic | None:
 
 
 def zero_3_over_slow_links(x: Candidate) -> Diagnostic | None:
-    """Parameters cross the links three times a micro-batch (DeepSpeed#6889, #7019, #2928)."""
+    """ZeRO stage 3 sends all parameters over the links three times a micro-batch (DeepSpeed#6889,
+    #7019, #2928). The warning is for less than 200 Gb/s per GPU between nodes."""
     s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
     if s.zero_stage < 3 or x.cluster.nvlink_domains == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
         return None
     return found(
         "SW3120",
         "parallelism.zero_stage",
-        f"zero_stage 3 over links of {rate * 8 / 1e9:.0f} Gb/s per GPU: more nodes may be slower",
-        "A pipeline with zero_stage: 1 sends far less between nodes.",
+        f"zero_stage 3 over links of {rate * 8 / 1e9:.0f} Gb/s per GPU: a step may take longer on "
+        "more nodes",
+        "Use a pipeline with zero_stage: 1, which sends far less between nodes.",
         severity="warning",
     )
 
 
 def model_is_causal(x: Candidate) -> Diagnostic | None:
-    """Found by the probe. A plain Hugging Face run trains it the same way, so it is no error."""
+    """In a tiny copy of the model, changing a later token changes earlier logits, so next-token
+    prediction can read its answers. A plain Hugging Face run trains the model the same way, so this
+    is only a warning."""
     if x.graph.cut.causal:
         return None
     return found(
         "SW3130",
         "model",
         (
-            f"a {x.graph.model_type!r} of this configuration sees later tokens: next-token "
-            "prediction is no task for it"
+            f"{x.graph.model_type!r} attends to later tokens with this configuration, so its loss "
+            "does not measure next-token prediction"
         ),
-        "Where the type has the key, set is_decoder: true in the model's configuration.",
+        "If the type has the key is_decoder, set `is_decoder: true` in model.config.",
         severity="warning",
     )
 
 
 def modules_are_recomputed(x: Candidate) -> Diagnostic | None:
-    """Refuse a list of recomputed modules under an engine that recomputes layers, or attention,
-    whole: SW3195."""
+    """Only `target: megatron` recomputes single modules of a layer. Other engines recompute layers
+    or attention as a whole."""
     modules = x.strategy.recompute_modules
     if not modules or ENGINES[x.recipe.target].recompute_obstacle is not None:
         return None
@@ -431,8 +440,8 @@ def modules_are_recomputed(x: Candidate) -> Diagnostic | None:
 
 
 def modules_can_be_recomputed(x: Candidate) -> Diagnostic | None:
-    """Refuse recomputed modules that the model, the layout or the installed version lacks:
-    SW3196."""
+    """Megatron-Core recomputes a module only if the model has the module and the installed version
+    accepts its name. `moe_act` also needs Transformer Engine's layers."""
     obstacle, modules = ENGINES[x.recipe.target].recompute_obstacle, x.strategy.recompute_modules
     if obstacle is None:
         return None
@@ -445,20 +454,23 @@ def modules_can_be_recomputed(x: Candidate) -> Diagnostic | None:
         "parallelism.activation_checkpointing",
         "activation_checkpointing cannot recompute "
         + "; ".join(f"{module}: {why}" for module, why in reasons.items()),
-        f"Write `activation_checkpointing: {value_text(rest) if rest else 'none'}`, or full.",
+        f"Leave the named module{'s' if len(reasons) > 1 else ''} out: write "
+        f"`activation_checkpointing: {value_text(rest) if rest else 'none'}`. Or write `full`.",
     )
 
 
 def hf_loss_is_next_token(x: Candidate) -> Diagnostic | None:
-    """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the
-    router."""
+    """Training uses next-token cross-entropy on the logits. In a tiny copy of the model, Hugging
+    Face's own loss has another value, for example because of label smoothing, codebooks, image
+    tokens or an auxiliary loss of the routers."""
     if x.graph.cut.loss != "other":
         return None
     return found(
         "SW3131",
         "model",
-        f"Hugging Face's own loss of a {x.graph.model_type!r} is another one",
-        "The trainer's is next-token cross-entropy on the logits, for every type.",
+        "training uses next-token cross-entropy, but Hugging Face computes another loss for "
+        f"{x.graph.model_type!r}",
+        "Do not compare the losses with those of a Hugging Face run of this model type.",
         severity="warning",
     )
 
@@ -467,7 +479,8 @@ def hf_loss_is_next_token(x: Candidate) -> Diagnostic | None:
 
 
 def offload_fits_host_memory(x: Candidate) -> Diagnostic | None:
-    """A node that runs out of memory kills its ranks with signal 9 and no message."""
+    """Offloaded states are kept in each node's memory, which cluster.host_memory_gib gives. A node
+    that runs out of memory kills its ranks with signal 9 and no message."""
     if x.strategy.offload == "none":
         return None
     needed = offloaded_bytes(
@@ -483,7 +496,7 @@ def offload_fits_host_memory(x: Candidate) -> Diagnostic | None:
             "parallelism.offload",
             f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory, "
             "whose size is unknown: cluster.host_memory_gib is not set",
-            "Set cluster.host_memory_gib, and the compiler checks that the offloaded states fit.",
+            "Set cluster.host_memory_gib: the compiler then checks that the offloaded states fit.",
             severity="warning",
         )
     if fits_in_host_memory(has, needed):

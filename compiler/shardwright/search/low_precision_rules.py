@@ -14,7 +14,8 @@ _KEY, _KEEP = "training.low_precision", "training.low_precision_keep"
 
 
 def gpu_has_low_precision(x: Candidate) -> Diagnostic | None:
-    """Refuse a format that the GPU has no instructions for, SW3185; a CPU emulates all of them."""
+    """Matrix products in low_precision need a GPU with instructions for the format. A CPU emulates
+    every format."""
     name, gpu = x.recipe.training.low_precision, x.cluster.gpu
     if name == "none" or gpu.is_cpu or LOW_PRECISION_FORMATS[name].peak in gpu.peak_flops:
         return None
@@ -24,42 +25,44 @@ def gpu_has_low_precision(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3185",
         _KEY,
-        f"gpu {gpu.name} has no {LOW_PRECISION_FORMATS[name].peak} peak, which {name} needs",
-        f"Write low_precision: {nearest[-1]}, the nearest format that the GPU has."
+        f"gpu {gpu.name} has no peak TFLOP/s for {LOW_PRECISION_FORMATS[name].peak}, which "
+        f"low_precision: {name} needs",
+        f"Write low_precision: {nearest[-1]}, the nearest format that the GPU supports."
         if others
-        else "Remove low_precision, or give the peak in an inline gpu's peak_tflops.",
+        else "Remove low_precision, or describe a GPU that supports it under cluster.gpu, with its "
+        f"peak_tflops.{LOW_PRECISION_FORMATS[name].peak}.",
         (*others, "none"),
     )
 
 
 def low_precision_beside(x: Candidate) -> Diagnostic | None:
-    """Refuse what was not compared with one process beside low precision: SW3186.
-
-    On a GPU torchao's products return bf16.
+    """With LoRA, a contrastive loss or DiLoCo islands, low precision has not been compared with a
+    single-process run. On a GPU torchao's matrix products return bf16, so precision must be bf16.
     """
     recipe = x.recipe
     if recipe.training.low_precision == "none":
         return None
     if recipe.lora is not None:
-        key, why, help = "lora", "LoRA's adapters", "Remove the `lora` section, or low_precision."
+        key, why, help = "lora", "LoRA", "Remove the `lora` section, or low_precision."
     elif x.graph.task_traits.compares_pairs:
         key, why, help = "model.task", "a contrastive loss", "Remove low_precision."
     elif recipe.cluster.islands > 1:
         key, why, help = (
             "cluster.islands",
-            "islands",
+            f"islands: {recipe.cluster.islands}",
             "Write `islands: 1`, or remove low_precision.",
         )
     elif recipe.training.precision != "bf16" and not x.cluster.gpu.is_cpu:
-        key, why = "training.precision", f"precision {recipe.training.precision}"
-        help = "Write `precision: bf16`, in which the products return."
+        key, why = "training.precision", f"precision: {recipe.training.precision} on GPUs"
+        help = "Write `precision: bf16`, or remove low_precision."
     else:
         return None
-    return found("SW3186", key, f"{_KEY} is not proved beside {why}", help)
+    return found("SW3186", key, f"{_KEY} is not verified with {why}", help)
 
 
 def kept_linears_exist(x: Candidate) -> Diagnostic | None:
-    """Refuse an entry of low_precision_keep that names no linear: SW3187."""
+    """An entry of low_precision_keep is the path of a linear layer in the decoder layers, the last
+    part of such a path, a module around it, or a pattern. Each must match a linear layer."""
     if not x.recipe.training.low_precision_keep:
         return None
     linears = [path for layer in x.graph.layers for path in linear_modules(layer)]
@@ -69,17 +72,19 @@ def kept_linears_exist(x: Candidate) -> Diagnostic | None:
             return found(
                 "SW3187",
                 _KEEP,
-                f"{entry!r} names no linear in the decoder layers of a {x.graph.model_type!r}",
-                f"Name some of its linears, or a pattern of their paths (`{linears[0]}`)."
+                f"{entry!r} names no linear layer in the decoder layers of model_type "
+                f"{x.graph.model_type!r}",
+                f"Choose from {', '.join(names)}, or write a path or pattern (`{linears[0]}`)."
                 if linears
-                else "Leave it out.",
+                else f"Remove {entry!r} from low_precision_keep.",
                 names,
             )
     return None
 
 
 def low_precision_converts(x: Candidate) -> Diagnostic | None:
-    """Refuse low precision that converts no linear: SW3188."""
+    """Low precision has no effect where no linear layer has widths that the format's kernels
+    accept, or where low_precision_keep names all linear layers."""
     training = x.recipe.training
     is_cpu = x.cluster.gpu.is_cpu
     if training.low_precision == "none" or low_precision_modules(
@@ -87,19 +92,21 @@ def low_precision_converts(x: Candidate) -> Diagnostic | None:
     ):
         return None
     multiple = LOW_PRECISION_FORMATS[training.low_precision].width_multiple
+    kept = ", ".join(training.low_precision_keep)
+    less = f"Remove entries of low_precision_keep ({kept}), or remove" if kept else "Remove"
     return found(
         "SW3188",
         _KEY,
-        f"low_precision: {training.low_precision} converts no linear of this model",
-        f"Its kernels take widths that are multiples of {multiple}; low_precision_keep leaves out "
-        f"{len(training.low_precision_keep)} names. Shorten that list, or remove low_precision.",
+        f"low_precision: {training.low_precision} converts no linear layer of this model",
+        f"The format's kernels accept only widths that are multiples of {multiple}. {less} "
+        "low_precision.",
         ("none",),
     )
 
 
 def tensor_ranks_keep_widths(x: Candidate) -> Diagnostic | None:
-    """Refuse tensor ranks that cut a converted linear to widths that the kernels do not take:
-    SW3189."""
+    """The kernels of a low-precision format need linear layers whose widths are multiples of 16, 32
+    or 128. Each tensor rank must hold such widths."""
     training, tensor, is_cpu = x.recipe.training, x.strategy.tensor, x.cluster.gpu.is_cpu
     if training.low_precision == "none" or tensor == 1 or is_cpu:
         return None
@@ -114,32 +121,33 @@ def tensor_ranks_keep_widths(x: Candidate) -> Diagnostic | None:
                 return found(
                     "SW3189",
                     "parallelism.tensor",
-                    f"tensor {tensor} cuts {p.name} to {' x '.join(map(str, shape))}, and "
-                    f"{training.low_precision} takes multiples of {multiple}",
-                    "Use fewer tensor ranks, or name the linear in training.low_precision_keep.",
+                    f"tensor {tensor} splits {p.name} to {' x '.join(map(str, shape))}, but "
+                    f"{training.low_precision} needs multiples of {multiple}",
+                    "Use fewer tensor ranks, or name the linear layer in "
+                    "training.low_precision_keep.",
                 )
     return None
 
 
 def scales_depend_on_layout(x: Candidate) -> Diagnostic | None:
-    """Note that a rank scales its own part of a tensor, so that layouts round differently:
-    SW3190."""
+    """Each rank scales its own part of a tensor, so other layouts and micro-batch sizes round
+    differently."""
     name = x.recipe.training.low_precision
     if name == "none" or not LOW_PRECISION_FORMATS[name].scales_depend_on_layout:
         return None
     return found(
         "SW3190",
         _KEY,
-        f"low_precision: {name} has one scale for a rank's part of a tensor: other layouts and "
-        "micro-batches round otherwise, and their losses differ in the third digit",
-        "Write `fp8_rowwise` where losses have to be equal in every layout.",
+        f"low_precision: {name} has one scale for each rank's part of a tensor, so losses differ "
+        "in the third digit between layouts and between micro-batch sizes",
+        "Write `low_precision: fp8_rowwise` if losses must be equal in every layout.",
         severity="note",
     )
 
 
 def casts_are_fused(x: Candidate) -> Diagnostic | None:
-    """Warn of torchao's linears without torch.compile, SW3193: their casts run operator by
-    operator."""
+    """Without torch.compile, torchao's linear layers scale and cast their operands operator by
+    operator, which can take longer than their faster products save."""
     recipe = x.recipe
     name, engine = recipe.training.low_precision, ENGINES[recipe.target]
     if (

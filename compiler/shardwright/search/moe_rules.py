@@ -15,7 +15,8 @@ _EXPERT = "parallelism.expert"
 
 
 def expert_divides_ranks(x: Candidate) -> Diagnostic | None:
-    """They are neighbours among the ranks that have the same layers and shards."""
+    """Expert ranks are neighbours among the data x context ranks, which hold the same layers and
+    tensor shards."""
     s = x.strategy
     if s.zero_world_size % s.expert == 0:
         return None
@@ -26,37 +27,41 @@ def expert_divides_ranks(x: Candidate) -> Diagnostic | None:
             f"expert {s.expert} does not divide the {s.zero_world_size} ranks of data {s.data} x "
             f"context {s.context}"
         ),
-        "Expert ranks are taken out of data x context ranks, which expert must divide.",
+        f"Use an expert degree that divides {s.zero_world_size}, or change data or context.",
         nearest_divisors(s.zero_world_size, s.expert),
     )
 
 
 def expert_divides_experts(x: Candidate) -> Diagnostic | None:
-    """Refuse expert degrees that do not divide each layer's experts."""
+    """Each expert rank holds an equal share of every layer's experts."""
     e = x.strategy.expert
     counts = set(expert_modules(x.graph).values())
-    if all(count % e == 0 for count in counts):
+    indivisible = [count for count in counts if count % e]
+    if not indivisible:
         return None
+    common = math.gcd(*counts)
     return found(
         "SW3146",
         _EXPERT,
-        f"expert {e} does not divide the model's {max(counts)} experts",
-        "Each expert rank holds an equal share of every layer's experts.",
-        nearest_divisors(math.gcd(*counts), e),
+        f"expert {e} does not divide the {max(indivisible)} experts of a layer",
+        f"Choose an expert degree that divides {common}.",
+        nearest_divisors(common, e),
     )
 
 
 def expert_parallel_supported(x: Candidate) -> Diagnostic | None:
-    """Tried on a tiny copy of this configuration when the model was traced."""
+    """Expert parallelism gives each rank an equal share of every layer's experts. Whether a model's
+    experts can be divided is tested on a tiny copy of its configuration when the model is traced.
+    """
     why = x.graph.expert_parallel_reason
     if x.strategy.expert == 1 or not why:
         return None
     return found(
         "SW3147",
         _EXPERT,
-        f"experts of a {x.graph.model_type!r} are not shared out over ranks: {why}",
+        f"the experts of a {x.graph.model_type!r} cannot be divided over expert ranks: {why}",
         (
-            "Use expert: 1. ZeRO, tensor ranks and pipelines share out experts as any other "
+            "Use expert: 1. ZeRO, tensor parallelism and pipelines shard experts like any other "
             "parameters."
         ),
         (1,),
@@ -64,8 +69,7 @@ def expert_parallel_supported(x: Candidate) -> Diagnostic | None:
 
 
 def expert_without_dropout(x: Candidate) -> Diagnostic | None:
-    """Ranks that exchange rows must have chosen experts alike; that is compared with no plain run
-    yet."""
+    """Expert parallelism with dropout has not been compared with a single-process run."""
     if x.strategy.expert == 1 or x.graph.max_dropout == 0:
         return None
     return found(
@@ -81,6 +85,7 @@ def expert_without_dropout(x: Candidate) -> Diagnostic | None:
 
 
 def expert_without_lora(x: Candidate) -> Diagnostic | None:
+    """Expert parallelism with LoRA has not been compared with a single-process run."""
     if x.strategy.expert == 1 or x.recipe.lora is None:
         return None
     return found(
@@ -101,7 +106,8 @@ _ROUTER_AUX_LOSS = "model.router_aux_loss"
 
 
 def router_aux_loss_supported(x: Candidate) -> Diagnostic | None:
-    """Tried on a tiny copy of this configuration."""
+    """The balance loss needs the logits, weights and chosen experts of every router. Whether the
+    model's routers give them is tested on a tiny copy of its configuration."""
     if x.recipe.model.router_aux_loss is None:
         return None
     from shardwright.models.model_probe import router_affinity
@@ -112,14 +118,15 @@ def router_aux_loss_supported(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3158",
         _ROUTER_AUX_LOSS,
-        f"the routers of a {x.graph.model_type!r} get no balance loss: {affinity.why}",
+        f"model.router_aux_loss is not supported for a {x.graph.model_type!r}: {affinity.why}",
         "Write `router_aux_loss: off`, or leave it out.",
         ("off",),
     )
 
 
 def router_aux_loss_verified(x: Candidate) -> Diagnostic | None:
-    """fp16 scales the loss by a factor that changes as the run goes on."""
+    """With LoRA or fp16, router_aux_loss was not compared with a single-process run. In fp16 the
+    loss is scaled by a factor that changes during the run."""
     precision = x.recipe.training.precision
     beside = f"precision: {precision}" if FORMATS[precision].scales_loss else ""
     if x.recipe.lora is not None:
@@ -130,13 +137,15 @@ def router_aux_loss_verified(x: Candidate) -> Diagnostic | None:
         "SW3159",
         _ROUTER_AUX_LOSS,
         f"router_aux_loss with {beside} is not verified against a single-process run",
-        "Write `router_aux_loss: off`, or train in bf16 without LoRA.",
+        "Write `router_aux_loss: off`, or train in bf16 or fp32 without LoRA.",
         ("off",),
     )
 
 
 def router_aux_loss_requested_by_config(x: Candidate) -> Diagnostic | None:
-    """`output_router_logits` is what makes Hugging Face's own forward add its loss."""
+    """With `output_router_logits: true` Hugging Face's forward adds a balance loss of its routers.
+    Training adds one only if `model.router_aux_loss` is set. Without a balance loss, the routers
+    may send most tokens to a few experts."""
     config = x.graph.config
     if x.recipe.model.router_aux_loss is not None or config.get("output_router_logits") is not True:
         return None
@@ -145,11 +154,11 @@ def router_aux_loss_requested_by_config(x: Candidate) -> Diagnostic | None:
         "SW3160",
         _ROUTER_AUX_LOSS,
         (
-            "the model's configuration asks for a balance loss (output_router_logits), which is "
-            "off here"
+            "the model's configuration asks for a balance loss (output_router_logits: true), but "
+            "model.router_aux_loss is not set"
         ),
-        "Hugging Face's own loss does not add up over stages and micro-batches. "
-        f"`router_aux_loss: {coefficient or 0.001}` trains with DeepSeek-V3's, which does; "
-        "`output_router_logits: false` in the configuration says that none is wanted.",
+        f"Write `router_aux_loss: {coefficient or 0.001}` to train with DeepSeek-V3's balance "
+        "loss. It is another formula than Hugging Face's, which cannot be computed by stages and "
+        "micro-batches. To train without one, write `output_router_logits: false` in model.config.",
         severity="warning",
     )

@@ -23,7 +23,9 @@ _VERIFIED: dict[str, int | str] = {"context": 1, "offload": "none", "schedule": 
 
 
 def diloco_layout_verified(x: Candidate) -> Diagnostic | None:
-    """The outer step takes each rank's own range of the fp32 masters."""
+    """DiLoCo islands (`cluster.islands`) average their weight changes in an outer step
+    (`training.outer`), in which each rank takes its own range of the fp32 master weights. This is
+    not verified with context ranks, offload, DualPipeV, or expert ranks at ZeRO stage 0."""
     wrong = {
         key: value
         for key, plain in _VERIFIED.items()
@@ -37,17 +39,17 @@ def diloco_layout_verified(x: Candidate) -> Diagnostic | None:
         return None
     key, value = next(iter(wrong.items()))
     plain = _VERIFIED.get(key, 1)
-    beside = " at ZeRO-0" if key == "expert" else ""
+    beside = " at zero_stage 0" if key == "expert" else ""
     return found(
         "SW3173",
         f"parallelism.{key}",
         (
-            f"{key} {value}{beside} beside {x.recipe.cluster.islands} islands is not compared with "
-            "a run in one process"
+            f"{key} {value}{beside} is not verified with {x.recipe.cluster.islands} DiLoCo islands "
+            "against a single-process run"
         ),
         (
-            f"Use {key}: {plain}. Islands run under ZeRO 0 to 3, with tensor and expert ranks and "
-            "1F1B pipelines."
+            f"Use {key}: {plain}{', or zero_stage: 1 or more' if key == 'expert' else ''}. Islands "
+            "run under ZeRO 0 to 3, with tensor and expert ranks and 1F1B pipelines."
         ),
         (plain,),
     )

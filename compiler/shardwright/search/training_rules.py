@@ -58,7 +58,7 @@ def engine_recipe_errors(engine: Engine, recipe: Recipe) -> tuple[Diagnostic, ..
                 key,
                 f"{key}: {value} does not run under target: {engine.name}"
                 + (f": {why}" if why else ""),
-                f"Change it, or write `target: {other}`." if other else "Change it.",
+                f"Change {key}" + (f", or write `target: {other}`." if other else "."),
                 trained,
             )
         )
@@ -66,6 +66,8 @@ def engine_recipe_errors(engine: Engine, recipe: Recipe) -> tuple[Diagnostic, ..
 
 
 def freeze_names_exist(x: Candidate) -> Diagnostic | None:
+    """An entry of model.freeze is a part of a vision-language model, the path of a module, or a
+    pattern of parameter names. Each entry must match at least one parameter."""
     entry = next((e for e in x.recipe.model.freeze if not parameters_matching(x.graph, e)), None)
     if entry is None:
         return None
@@ -78,16 +80,17 @@ def freeze_names_exist(x: Candidate) -> Diagnostic | None:
     return found(
         "SW1435",
         "model.freeze",
-        f"{entry!r} names no parameter of a {x.graph.model_type!r}{why}",
+        f"{entry!r} in model.freeze matches no parameter of model_type {x.graph.model_type!r}{why}",
         (
-            "Name a part of a model that sees, or a pattern of parameters' names "
-            "(`model.visual.blocks.*`)."
+            f"Name a part of a vision-language model ({', '.join(MODEL_PARTS)}), a module's path, "
+            "or a pattern of parameter names (`model.layers.0.*`)."
         ),
         MODEL_PARTS if x.graph.task_traits.has_images else (),
     )
 
 
 def freeze_leaves_trainable(x: Candidate) -> Diagnostic | None:
+    """A run without a trainable parameter would change nothing."""
     frozen = frozen_parameter_names(x.graph, x.recipe.model.freeze)
     if not frozen or x.recipe.lora is not None or x.recipe.forward_only:
         return None
@@ -100,6 +103,7 @@ def freeze_leaves_trainable(x: Candidate) -> Diagnostic | None:
 
 
 def freeze_without_lora(x: Candidate) -> Diagnostic | None:
+    """LoRA trains only its adapters and freezes the whole model, so model.freeze has no effect."""
     if not x.recipe.model.freeze or x.recipe.lora is None:
         return None
     return found(
@@ -121,29 +125,29 @@ def lora_without_pipeline(x: Candidate) -> Diagnostic | None:
     return found(
         "SW1432",
         "parallelism.pipeline",
-        (
-            f"LoRA runs without a pipeline, not at pipeline {x.strategy.pipeline}: its stages are "
-            "not proved"
-        ),
-        "Write `pipeline: 1`; zero_stage: 3 shares out the frozen parameters instead.",
+        f"LoRA does not run with pipeline {x.strategy.pipeline}",
+        "Write `pipeline: 1`; zero_stage: 3 shards the frozen parameters instead.",
         (1,),
     )
 
 
 def lora_without_tensor_parallel(x: Candidate) -> Diagnostic | None:
-    """An adapter on a cut linear would have to be cut with it."""
+    """LoRA's adapters are made for whole linear layers. An adapter on a linear layer that tensor
+    ranks split would have to be split with it."""
     if x.recipe.lora is None or x.strategy.tensor == 1:
         return None
     return found(
         "SW1433",
         "parallelism.tensor",
-        f"LoRA adapts whole linears, which tensor {x.strategy.tensor} cuts",
-        "Write `tensor: 1`; zero_stage: 3 shares out the frozen parameters instead.",
+        f"LoRA adapts whole linear layers, which tensor {x.strategy.tensor} splits",
+        "Write `tensor: 1`; zero_stage: 3 shards the frozen parameters instead.",
         (1,),
     )
 
 
 def lora_target_modules_exist(x: Candidate) -> Diagnostic | None:
+    """LoRA adapts linear layers of the decoder layers. An entry of lora.target_modules is the last
+    part of their paths, such as `q_proj`."""
     lora = x.recipe.lora
     if lora is None:
         return None
@@ -152,15 +156,15 @@ def lora_target_modules_exist(x: Candidate) -> Diagnostic | None:
     if known and not missing:
         return None
     what = (
-        f"has no linear {missing[0]!r} in its decoder layers"
+        f"has no linear layer {missing[0]!r} in its decoder layers"
         if missing
-        else "has no linear in its decoder layers"
+        else "has no linear layer in its decoder layers"
     )
     return found(
         "SW1434",
         "lora.target_modules",
         f"model_type {x.graph.model_type!r} {what}",
-        "Name some of the valid ones, or write `target_modules: auto` for all of them."
+        f"Choose from {', '.join(known)}, or write `target_modules: auto` for all of them."
         if known
         else "Remove the `lora` section: this type can be trained in full.",
         known,
@@ -172,12 +176,13 @@ def lora_target_modules_exist(x: Candidate) -> Diagnostic | None:
 
 
 _KERNELS = "model.kernels"
-_HELP = "Write `kernels: hf`, or `kernels: auto`, which takes `compile` only where it is proved."
+_HELP = "Write `kernels: hf`, or `kernels: auto`, which uses `compile` only where it is verified."
 
 
 def compiled_model_verified(x: Candidate) -> Diagnostic | None:
-    """Per type (models/torch_compile_types.json). A compiled layer draws other random numbers than
-    the plain one, so dropout cannot be compared; flash-attn does not run where this is proved."""
+    """torch.compile is verified under `target: deepspeed` for the model types in
+    models/torch_compile_types.json, without LoRA, flash-attn and fp16. A compiled layer draws other
+    random numbers than an uncompiled one, so dropout cannot be compared."""
     recipe, graph = x.recipe, x.graph
     if recipe.model.kernels != "compile":
         return None
@@ -186,47 +191,49 @@ def compiled_model_verified(x: Candidate) -> Diagnostic | None:
     elif graph.model_type not in torch_compile_types():
         why = f"for model_type {graph.model_type!r}"
     elif graph.max_dropout:
-        why = f"beside dropout {graph.max_dropout:g}"
+        why = f"with dropout {graph.max_dropout:g}"
     elif recipe.lora is not None:
-        why = "beside LoRA, whose adapters stand inside the layers"
+        why = "with LoRA, whose adapters are inside the layers"
     elif graph.attention == FLASH_ATTENTION_2:
-        why = "beside flash_attention_2: `attention: sdpa` takes torch's own fused kernels"
+        why = f"with attention: {FLASH_ATTENTION_2} (`attention: sdpa` is verified)"
     elif FORMATS[recipe.training.precision].scales_loss:
-        why = f"in {recipe.training.precision}"
+        why = f"with precision: {recipe.training.precision}"
     else:
         return None
     return found(
         "SW3161",
         _KERNELS,
-        f"torch.compile of the layers is not proved {why}",
+        f"torch.compile of the layers is not verified {why}",
         _HELP,
         ("hf", "auto"),
     )
 
 
 def compiled_layout_verified(x: Candidate) -> Diagnostic | None:
-    """A graph of a layer would have collectives in it (tensor, context and expert ranks, ZeRO-3's
-    gathers), the two halves of DualPipeV's backward pass, or a second pass over a part of it
-    (selective recomputation)."""
+    """torch.compile is verified for layers that run as one graph. Tensor, context and expert ranks
+    and ZeRO-3 add collectives to a layer, DualPipeV splits its backward pass in two, and selective
+    checkpointing runs a part of it twice. Offload was not compared with a single-process run."""
     s = x.strategy
     if x.recipe.model.kernels != "compile":
         return None
     refused = {
-        "tensor": s.tensor > 1,
-        "context": s.context > 1,
-        "expert": s.expert > 1,
-        "schedule": not s.pipeline_schedule.compiles_layers,
-        "zero_stage": s.zero_stage == 3,
-        "activation_checkpointing": s.activation_checkpointing == "selective",
-        "offload": s.offload != "none",
+        "tensor": (s.tensor > 1, "1"),
+        "context": (s.context > 1, "1"),
+        "expert": (s.expert > 1, "1"),
+        "schedule": (not s.pipeline_schedule.compiles_layers, "1f1b"),
+        "zero_stage": (s.zero_stage == 3, "0, 1 or 2"),
+        "activation_checkpointing": (s.activation_checkpointing == "selective", "none or full"),
+        "offload": (s.offload != "none", "none"),
     }
-    name = next((name for name, is_refused in refused.items() if is_refused), None)
-    if name is None:
-        return None
-    message = f"torch.compile of the layers is not proved at {name}: {getattr(s, name)}"
-    return found(
-        "SW3162", ("parallelism", name), message, "Pin another value, or write `model.kernels: hf`."
-    )
+    for name, (is_refused, instead) in refused.items():
+        if is_refused:
+            return found(
+                "SW3162",
+                ("parallelism", name),
+                f"torch.compile of the layers is not verified with {name}: {getattr(s, name)}",
+                f"Write {name}: {instead}, or `model.kernels: hf`.",
+            )
+    return None
 
 
 # Optimizers: the matrices that Muon orthogonalizes, and where each was compared with one process.
@@ -236,7 +243,9 @@ _OPTIMIZER = "training.optimizer.name"
 
 
 def muon_matrices_are_known(x: Candidate) -> Diagnostic | None:
-    """The Newton-Schulz iterations of joined matrices are not those of each."""
+    """Muon orthogonalizes each matrix of the decoder layers by itself. For a weight that joins
+    several matrices, this version must know their order: the Newton-Schulz iterations of the joined
+    weight would give another update."""
     if not OPTIMIZERS[x.recipe.training.optimizer.name].orthogonalizes:
         return None
     joined = unsplit_parameter(x.graph, x.recipe.model.freeze)
@@ -245,15 +254,16 @@ def muon_matrices_are_known(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3231",
         _OPTIMIZER,
-        f"{joined.name} of a {x.graph.model_type!r} joins several matrices in an order that muon "
-        "does not know",
-        "Write `name: adamw`, or freeze the parameter.",
+        f"{joined.name} of a {x.graph.model_type!r} joins several matrices in an order that this "
+        "version does not know, so muon cannot update each matrix by itself",
+        "Write `training.optimizer: {name: adamw}`, or name the parameter in model.freeze.",
         ("adamw",),
     )
 
 
 def blocks_of_moments_are_kept(x: Candidate) -> Diagnostic | None:
-    """Ranks that share a block of 8-bit moments would scale it otherwise than one process."""
+    """Each block of 256 elements of a weight has one scale for its 8-bit moments. Ranks that each
+    hold a part of a block would compute other scales than a single process."""
     s, optimizer = x.strategy, x.recipe.training.optimizer.name
     expert = s.expert if s.shards_experts else 1
     if not OPTIMIZERS[optimizer].quantizes or max(s.tensor, expert) == 1:
@@ -265,9 +275,9 @@ def blocks_of_moments_are_kept(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3233",
         f"parallelism.{axis}",
-        f"{axis} {getattr(s, axis)} cuts blocks of {BLOCK} elements of {cut.name} "
-        f"{list(cut.shape)}, which {optimizer} quantizes with one scale",
-        f"Lower it until each rank's rows are multiples of {BLOCK}, or write "
+        f"{axis} {getattr(s, axis)} splits blocks of {BLOCK} elements of {cut.name} "
+        f"{list(cut.shape)}, each of which {optimizer} quantizes with one scale",
+        f"Choose a smaller {axis} degree, so that each rank holds whole blocks, or write "
         "`training.optimizer: {name: adamw}`.",
     )
 
@@ -286,34 +296,49 @@ def _cut_parameter(
 
 
 def optimizer_verified(x: Candidate) -> Diagnostic | None:
-    """Verified beside AdamW are ZeRO 0 to 3, tensor, pipeline, context and expert ranks, of text
-    models."""
+    """Optimizers other than AdamW are verified against a single-process run for text models, with
+    ZeRO stages 0 to 3 and with tensor, pipeline, context and expert ranks."""
     recipe = x.recipe
     if (name := recipe.training.optimizer.name) == "adamw":
         return None
     refused = {
-        "parallelism.offload": (x.strategy.offload != "none", f"offload {x.strategy.offload}"),
-        "lora": (recipe.lora is not None, "LoRA"),
-        "cluster.islands": (recipe.cluster.islands > 1, f"islands: {recipe.cluster.islands}"),
+        "parallelism.offload": (
+            x.strategy.offload != "none",
+            f"offload {x.strategy.offload}",
+            "Write `offload: none`",
+        ),
+        "lora": (recipe.lora is not None, "LoRA", "Remove the `lora` section"),
+        "cluster.islands": (
+            recipe.cluster.islands > 1,
+            f"islands: {recipe.cluster.islands}",
+            "Write `islands: 1`",
+        ),
         "training.precision": (
             FORMATS[recipe.training.precision].scales_loss,
             f"precision: {recipe.training.precision}",
+            "Write `precision: bf16`",
         ),
-        "model.task": (x.graph.task != "causal-lm", f"task {x.graph.task}"),
+        "model.task": (
+            x.graph.task != "causal-lm",
+            f"task {x.graph.task}",
+            "Train a model of task causal-lm",
+        ),
     }
-    for key, (is_refused, what) in refused.items():
+    for key, (is_refused, what, instead) in refused.items():
         if is_refused:
             return found(
                 "SW3232",
                 key,
                 f"the optimizer {name} is not verified with {what}",
-                "Change it, or write `training.optimizer: {name: adamw}`.",
+                f"{instead}, or write `training.optimizer: {{name: adamw}}`.",
             )
     return None
 
 
 def objective_verified(x: Candidate) -> Diagnostic | None:
-    """Refuse SW3234: preference objectives where they were not compared with a plain process."""
+    """Objectives other than next-token are verified against a single-process run for the tasks
+    causal-lm and sequence-classification, without islands and without the gradient noise scale. A
+    reward model has no vocabulary, and so no chunked loss."""
     objective = x.recipe.training.objective
     if objective.name == NEXT_TOKEN:
         return None
@@ -321,22 +346,32 @@ def objective_verified(x: Candidate) -> Diagnostic | None:
     refused = {
         "model.task": (
             x.graph.task not in ("causal-lm", SCORING_TASK),
-            f"{x.graph.task} models",
+            f"task {x.graph.task}",
+            f"Train a model of task causal-lm or {SCORING_TASK}",
         ),
-        "model.loss": (scores and x.recipe.model.loss == "chunked", "loss: chunked"),
-        "cluster.islands": (x.recipe.cluster.islands > 1, "DiLoCo islands"),
+        "model.loss": (
+            scores and x.recipe.model.loss == "chunked",
+            "loss: chunked",
+            "Write `loss: auto`",
+        ),
+        "cluster.islands": (
+            x.recipe.cluster.islands > 1,
+            "DiLoCo islands",
+            "Write `islands: 1`",
+        ),
         "tracking.noise_scale": (
             x.recipe.tracking is not None and x.recipe.tracking.noise_scale is not None,
             "the gradient noise scale",
+            "Remove tracking.noise_scale",
         ),
     }
-    for key, (is_refused, what) in refused.items():
+    for key, (is_refused, what, instead) in refused.items():
         if is_refused:
             return found(
                 "SW3234",
                 key,
                 f"the objective {objective.name} is not verified with {what}",
-                "Change it, or write `training.objective: {name: next-token}`.",
+                f"{instead}, or write `training.objective: {{name: next-token}}`.",
             )
     return None
 
@@ -349,7 +384,8 @@ _NOISE_SCALE = "tracking.noise_scale"
 
 
 def noise_scale_has_two_batch_sizes(x: Candidate) -> Diagnostic | None:
-    """The estimate needs gradients of two sizes: of a micro-batch, and of the whole batch."""
+    """The noise scale is estimated from gradients of two batch sizes: a micro-batch and the whole
+    global batch."""
     s = x.strategy
     if x.recipe.tracking.noise_scale is None or s.data * s.gradient_accumulation_steps > 1:
         return None
@@ -357,9 +393,8 @@ def noise_scale_has_two_batch_sizes(x: Candidate) -> Diagnostic | None:
         "SW3192",
         "parallelism.micro_batch_size",
         (
-            f"{_NOISE_SCALE} compares micro-batches, and one of {s.micro_batch_size} rows is "
-            "the whole "
-            "global batch"
+            f"{_NOISE_SCALE} needs more than one micro-batch a step, and the whole global batch is "
+            f"one micro-batch of {s.micro_batch_size} sequences"
         ),
         (
             "Lower parallelism.micro_batch_size, raise training.global_batch_size, or remove "
@@ -369,15 +404,16 @@ def noise_scale_has_two_batch_sizes(x: Candidate) -> Diagnostic | None:
 
 
 def noise_scale_verified(x: Candidate) -> Diagnostic | None:
-    """The first key that is not. Proved are ZeRO 0 to 3, tensor ranks and pipelines without tied
-    parameters."""
+    """The noise scale is compared with the gradients of single sequences under ZeRO stages 0 to 3,
+    with tensor ranks, and in pipelines without tied parameters. The error names the first setting
+    with which it is not."""
     if x.recipe.tracking.noise_scale is None:
         return None
     for key, what, instead in _unverified_settings(x):
         return found(
             "SW3191",
             key,
-            f"{what}: there tracking.noise_scale is not compared with the gradients of single rows",
+            f"{_NOISE_SCALE} is not verified with {what}",
             f"{instead}, or remove tracking.noise_scale.",
         )
     return None
@@ -389,29 +425,30 @@ def _unverified_settings(x: Candidate) -> Iterator[tuple[str, str, str]]:
     if not ENGINES[recipe.target].measures_noise_scale:
         yield "target", f"target: {recipe.target}", f"Write `target: {DEFAULT_TARGET}`"
     if recipe.cluster.islands > 1:  # each has weights of its own between outer steps
-        yield "cluster.islands", f"islands: {recipe.cluster.islands}", "Train one island"
-    # Context ranks have parts of a row's gradient, expert ranks the sum over several ranks' rows.
+        yield "cluster.islands", f"islands: {recipe.cluster.islands}", "Write `islands: 1`"
+    # Context ranks have parts of a sequence's gradient, expert ranks the sum over several ranks'
+    # sequences.
     for axis in ("context", "expert"):
         if getattr(s, axis) > 1:
             yield f"parallelism.{axis}", f"{axis} {getattr(s, axis)}", f"Write `{axis}: 1`"
     if (
         s.pipeline > 1 and x.graph.tied
     ):  # the two gradients of one tensor are on two stages until the step's end
-        tied = f"pipeline {s.pipeline} with {x.graph.tied[0][0]} on two stages"
+        tied = f"pipeline {s.pipeline} and {x.graph.tied[0][0]} tied over two stages"
         yield "parallelism.pipeline", tied, "Write `pipeline: 1`"
     if FORMATS[training.precision].scales_loss:
-        yield "training.precision", f"precision: {training.precision}", "Train in bf16"
+        yield "training.precision", f"precision: {training.precision}", "Write `precision: bf16`"
     if training.gradient_accumulation_dtype not in (None, "fp32"):
         dtype = training.gradient_accumulation_dtype
         yield (
             "training.gradient_accumulation_dtype",
-            f"gradients summed in {dtype}",
-            "Sum them in fp32",
+            f"gradient_accumulation_dtype: {dtype}",
+            "Write `gradient_accumulation_dtype: fp32`",
         )
     if not x.graph.task_traits.noise_scale:
-        yield _NOISE_SCALE, "a model that sees", "Train a model on text"
+        yield _NOISE_SCALE, f"task {x.graph.task}", "Train a model of task causal-lm"
     if recipe.model.router_aux_loss is not None:  # its gradient does not grow with the labels
-        yield "model.router_aux_loss", "a balance loss", "Write `router_aux_loss: off`"
+        yield "model.router_aux_loss", "router_aux_loss", "Write `router_aux_loss: off`"
     if recipe.model.kernels == "compile":
         yield "model.kernels", "kernels: compile", "Write `kernels: hf`"
 
@@ -425,8 +462,9 @@ has the rate 0."""
 
 
 def learning_rate_is_zero(x: Candidate) -> Diagnostic | None:
-    """Warn where the first update (first_step 0, in a warm-up) or the last one (a curve that ends
-    at 0) has no learning rate."""
+    """An update with a learning rate of 0 changes no weights. With `first_step: 0` this is the
+    first update of a warm-up. With a schedule that ends at 0 it is the last update. The warning is
+    for runs in which such updates are at least a fifth of all."""
     training = x.recipe.training
     zero, steps = zero_learning_rate_updates(training), training.step_count_or_zero
     if zero < WARN_FROM_SHARE * steps or zero == 0 or training.epochs is not None:
@@ -451,8 +489,8 @@ def learning_rate_is_zero(x: Candidate) -> Diagnostic | None:
         else "training.scheduler",
         f"{trains}: the last update of a {s.name} schedule{f' with {end} 0' if end else ''} has "
         "the learning rate 0",
-        f"Write `scheduler: {{name: constant}}` for a trial run of a few steps, or {least}. With "
-        "`first_step: 0`, as transformers counts, update k has the rate that is update k - 1's "
-        "here.",
+        f"Write `scheduler: {{name: constant}}` for a trial run of a few steps, or {least}. Or "
+        "write `first_step: 0`, as transformers counts: each rate then comes one update later, so "
+        "that the last update is above 0, and the first one of a warm-up is 0.",
         severity="warning",
     )

@@ -11,7 +11,10 @@ from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 
 
 def vision_language_verified(x: Candidate) -> Diagnostic | None:
-    """The first key that is not."""
+    """Vision-language models are not verified under Megatron-Core, or with DualPipeV, offload,
+    flash_attention_2, the chunked loss, torch.compile or fp16. ZeRO stage 3 is not verified if a
+    module runs once for each image: ranks gather its weights for each run, so ranks with more
+    images would wait for the others."""
     if not x.graph.task_traits.has_images:
         return None
     recipe = x.recipe
@@ -20,7 +23,7 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
         ("target", f"target: {recipe.target}", seeing[0], recipe.target not in seeing),
         (
             "parallelism.schedule",
-            x.strategy.schedule,
+            f"schedule {x.strategy.schedule}",
             "1f1b",
             not x.strategy.pipeline_schedule.takes_images,
         ),
@@ -30,22 +33,27 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
             "none",
             x.strategy.offload != "none",
         ),
-        ("model.attention", FLASH_ATTENTION_2, "auto", x.graph.attention == FLASH_ATTENTION_2),
+        (
+            "model.attention",
+            f"attention: {FLASH_ATTENTION_2}",
+            "auto",
+            x.graph.attention == FLASH_ATTENTION_2,
+        ),
         ("model.loss", "the chunked loss", "full", recipe.model.loss == "chunked"),
-        ("model.kernels", "compile", "hf", recipe.model.kernels == "compile"),
+        ("model.kernels", "kernels: compile", "hf", recipe.model.kernels == "compile"),
         (
             "training.precision",
-            recipe.training.precision,
+            f"precision: {recipe.training.precision}",
             "bf16",
             FORMATS[recipe.training.precision].scales_loss,
         ),
-        # Ranks gather a module's weights when it runs: those with more pictures would wait for the
+        # Ranks gather a module's weights when it runs: those with more images would wait for the
         # others.
         (
             "parallelism.zero_stage",
             (
-                f"ZeRO-3, where {next(iter(x.graph.modules_run_per_image), '')} runs once for each "
-                "picture,"
+                f"zero_stage 3, with {next(iter(x.graph.modules_run_per_image), '')} run once for "
+                "each image,"
             ),
             "2",
             x.strategy.zero_stage == 3 and bool(x.graph.modules_run_per_image),
@@ -56,7 +64,7 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
             return found(
                 "SW3171",
                 key,
-                f"{what} is not proved for a model that sees",
+                f"{what} is not verified for a vision-language model",
                 f"Write `{key.rpartition('.')[2]}: {instead}`.",
                 (instead,),
             )
@@ -64,8 +72,8 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
 
 
 def vision_encoder_not_counted(x: Candidate) -> Diagnostic | None:
-    """Warn where the vision encoder's cost is not counted because it does not run on fake
-    tensors."""
+    """The time and the activations of a vision encoder are counted by running the encoder on fake
+    tensors. Where that fails, only its parameters are counted."""
     if not x.graph.task_traits.has_images or (x.graph.vision is not None and x.graph.vision.layers):
         return None
     why = "" if x.graph.vision is None else f" ({x.graph.vision.untraced})"
@@ -73,10 +81,10 @@ def vision_encoder_not_counted(x: Candidate) -> Diagnostic | None:
         "SW3172",
         "model",
         (
-            f"time and memory are counted without the tower's work on pictures{why}; its "
-            "parameters are counted"
+            "time and memory are estimated without the vision encoder's computation on "
+            f"images{why}; its parameters are counted"
         ),
-        "Leave room on the first stage, and measure a step.",
+        "Raise parallelism.memory_headroom, and measure a step.",
         severity="warning",
     )
 
@@ -88,8 +96,8 @@ DATA = "data"
 
 
 def contrastive_is_data_parallel(x: Candidate) -> Diagnostic | None:
-    """Features of all pairs meet in the loss: they are gathered over data ranks, and both sides are
-    small."""
+    """The contrastive loss compares the features of all pairs of the batch, which are gathered over
+    data ranks. Other ranks are not verified with it."""
     if not x.graph.task_traits.compares_pairs:
         return None
     degrees = {
@@ -109,9 +117,9 @@ def contrastive_is_data_parallel(x: Candidate) -> Diagnostic | None:
 
 
 def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
-    """Refuse gradient accumulation of a contrastive loss: two micro-batches give two losses over
-    fewer pairs, and their mean is another loss (arXiv 2103.00020 compares each image with all
-    captions of the batch)."""
+    """A contrastive loss compares each image with all captions of the batch (arXiv 2103.00020).
+    With gradient accumulation each micro-batch has a loss over fewer pairs, and the mean of these
+    losses is another loss."""
     steps = x.strategy.gradient_accumulation_steps
     if not x.graph.task_traits.compares_pairs or steps == 1:
         return None
@@ -120,18 +128,21 @@ def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3182",
         "parallelism.micro_batch_size" if fitting else "training.global_batch_size",
-        f"{steps} micro-batches a step are {steps} losses, each over a part of the {batch} pairs, "
-        "and not the loss of all",
-        f"Write `micro_batch_size: {fitting}` (or auto), recompute activations, or take more GPUs: "
-        "each holds its share of the batch at once."
+        f"{steps} micro-batches a step would give {steps} losses, each over a part of the {batch} "
+        "pairs, and not the loss over all pairs",
+        f"Write `micro_batch_size: {fitting}` (or auto): each GPU then holds its share of the "
+        "batch at once. If that does not fit in memory, write `activation_checkpointing: full`, or "
+        "use more GPUs."
         if fitting
-        else f"Give a batch that {data} data ranks divide.",
+        else f"Use a global_batch_size that is a multiple of data {data}.",
         () if fitting is None else (fitting,),
     )
 
 
 def contrastive_verified(x: Candidate) -> Diagnostic | None:
-    """Refuse the first setting that contrastive training does not support, or means nothing."""
+    """Contrastive training runs under `target: deepspeed` only, without LoRA, `validation` and
+    selective activation checkpointing. Its batch is counted in pairs, so `training.tokens` has no
+    meaning."""
     if not x.graph.task_traits.compares_pairs:
         return None
     recipe = x.recipe
@@ -146,31 +157,32 @@ def contrastive_verified(x: Candidate) -> Diagnostic | None:
             "training.tokens",
             "`tokens`",
             recipe.training.tokens is not None,
-            "Its batch is counted in pairs, and captions are filled up: give `steps` or `epochs`.",
+            "Write `steps` or `epochs` instead: the batch is counted in pairs, and captions are "
+            "padded.",
         ),
         (
             "validation",
             "`validation`",
             recipe.validation is not None,
-            "A loss over held-out pairs depends on how many are compared at once. Remove the "
-            "section, and evaluate checkpoints by zero-shot accuracy.",
+            "Remove the section, and evaluate checkpoints by zero-shot accuracy: a loss over "
+            "held-out pairs depends on how many pairs are compared at once.",
         ),
         (
             "lora",
             "LoRA",
             recipe.lora is not None,
-            "Remove the section; `model.freeze: [vision]` trains the text alone.",
+            "Remove the section. `model.freeze: [vision]` trains only the text encoder.",
         ),
         (
             "parallelism.activation_checkpointing",
-            "selective checkpointing",
+            "activation_checkpointing: selective",
             x.strategy.activation_checkpointing == "selective",
-            "Write `activation_checkpointing: none`, or full.",
+            "Write `activation_checkpointing: none` or `full`.",
         ),
     )
     for key, what, is_asked, help in asked:
         if is_asked:
             return found(
-                "SW3183", key, f"{what} is not for contrastive training in this version", help
+                "SW3183", key, f"contrastive training does not support {what} in this version", help
             )
     return None

@@ -103,7 +103,7 @@ def test_what_the_row_does_not_declare_is_refused(
     (error,) = engine_recipe_errors(dataclasses.replace(engine, **row), recipe)
     assert error.code == engine.refusal_code and error.key == tuple(key.split("."))
     assert f"{key}: {value} does not run under target: {target}" in error.message
-    assert error.help.startswith("Change it, or write `target: ")
+    assert error.help.startswith(f"Change {key}, or write `target: ")
 
 
 def test_fp16_is_refused_by_the_engines_without_a_loss_scale(

@@ -24,11 +24,9 @@ EXTRA_KEYS_REFUSED_IN_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profil
 
 
 def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
-    """Refuse ZeRO-0 in a pipeline: SW3107.
-
-    Measured: DeepSpeed then clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32.
-    ZeRO-1 does both, and costs nothing at data 1.
-    """
+    """In a pipeline without ZeRO, DeepSpeed clips fp32 gradients by a wrong norm, as measured, and
+    cannot accumulate bf16 gradients in fp32. ZeRO stage 1 clips and accumulates correctly, and
+    costs nothing with data: 1."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
         return None
     return found(
@@ -41,8 +39,7 @@ def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
 
 
 def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
-    """Refuse ZeRO-2 and 3 in a pipeline, which DeepSpeed asserts against: SW3108
-    (pipe/engine.py:76)."""
+    """DeepSpeed's pipeline engine asserts that the ZeRO stage is 0 or 1 (pipe/engine.py:76)."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
         return None
     return found(
@@ -56,7 +53,7 @@ def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
 
 
 def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
-    """Require two micro-batches a stage, as DualPipeV's schedule does: SW3109
+    """DualPipeV's schedule needs at least two micro-batches for each pipeline rank
     (pipe/schedule.py:353)."""
     s = x.strategy
     if (
@@ -75,11 +72,10 @@ def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
 
 
 def offload_without_effect(x: Candidate) -> Diagnostic | None:
-    """Refuse offload at a ZeRO stage that has nothing to offload: SW3111.
-
-    DeepSpeed accepts it without a warning, as a probe showed. Offloaded optimizer states in a
-    pipeline (DeepSpeed#3866) are correct in the tested versions: tests/parity proves them.
-    """
+    """DeepSpeed offloads optimizer states from ZeRO stage 1 on, and parameters at stage 3. At a
+    lower stage it accepts the setting without a warning and offloads nothing, as measured."""
+    # Offloaded optimizer states in a pipeline (DeepSpeed#3866) are correct in the tested versions:
+    # tests/parity compares them.
     s = x.strategy
     needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
     if s.zero_stage >= needed:
@@ -94,13 +90,10 @@ def offload_without_effect(x: Candidate) -> Diagnostic | None:
 
 
 def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
-    """Refuse ZeRO-0 in half precision: SW3114.
-
-    DeepSpeed cannot accumulate bf16 in fp32 there (engine.py, _do_optimizer_sanity_check), and its
-    unfused half-precision optimizer (fp16/unfused_optimizer.py) drifts. Measured on a tiny GPT-2 in
-    bf16: the gradient norm was 7 % off the plain run after eight steps. ZeRO-1 does both right, and
-    costs nothing at data 1.
-    """
+    """Without ZeRO, DeepSpeed cannot accumulate bf16 gradients in fp32 (engine.py,
+    _do_optimizer_sanity_check), and its half-precision optimizer (fp16/unfused_optimizer.py) is
+    inaccurate. After eight steps of a tiny GPT-2 in bf16 the gradient norm was 7 % off that of a
+    single-process run. ZeRO stage 1 has neither fault, and costs nothing with data: 1."""
     s, precision = x.strategy, x.recipe.training.precision
     if s.zero_stage != 0 or s.pipeline > 1 or not FORMATS[precision].is_half:
         return None
@@ -114,11 +107,9 @@ def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
 
 
 def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
-    """Refuse keys of `extra` that start timers in a pipeline: SW3133.
-
-    Measured: DeepSpeed fails in the first backward pass. runtime/pipe/engine.py,
-    _exec_backward_pass, and the hook of runtime/engine.py start the same timer.
-    """
+    """Some keys of `extra` start timers. With them DeepSpeed's pipeline engine fails in the first
+    backward pass, as measured: runtime/pipe/engine.py, _exec_backward_pass, and the hook of
+    runtime/engine.py start the same timer."""
     if x.strategy.pipeline == 1:
         return None
     for key, why in EXTRA_KEYS_REFUSED_IN_PIPELINE.items():
@@ -134,10 +125,8 @@ def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
 
 
 def experts_without_zero(x: Candidate) -> Diagnostic | None:
-    """Refuse expert ranks without ZeRO: SW3150.
-
-    Measured: each rank then clips by the norm of its own experts, 2e-3 off (runtime/engine.py).
-    """
+    """At ZeRO stage 0 DeepSpeed leaves the experts of other ranks out of a rank's gradient norm
+    (runtime/engine.py). Measured: the norm that gradients are clipped by is 2e-3 off."""
     if x.strategy.expert == 1 or x.strategy.zero_stage > 0:
         return None
     return found(

@@ -68,7 +68,8 @@ def cuda_connections(s: Layout) -> CudaConnections | None:
 
 
 def has_expert_ranks(x: Candidate) -> Diagnostic | None:
-    """Require expert ranks where the recipe chooses how they exchange tokens: SW3163."""
+    """Expert ranks exchange tokens, and expert_dispatcher and expert_overlap choose how. With
+    `expert: 1` there is no exchange."""
     s = x.strategy
     if s.expert > 1 or not (s.expert_overlap or s.expert_dispatcher == "deepep"):
         return None
@@ -87,7 +88,8 @@ def has_expert_ranks(x: Candidate) -> Diagnostic | None:
 
 
 def deepep_gpu(x: Candidate) -> Diagnostic | None:
-    """Refuse DeepEP on CPUs, and on GPUs without Hopper's instructions or NVLink: SW3170."""
+    """DeepEP's kernels need NVIDIA GPUs with Hopper's instructions, and NVLink between all GPUs of
+    a node."""
     gpu = x.cluster.gpu.name
     if x.strategy.expert_dispatcher != "deepep" or gpu.startswith(DEEPEP_GPUS):
         return None
@@ -102,7 +104,8 @@ def deepep_gpu(x: Candidate) -> Diagnostic | None:
 
 
 def deepep_groups(x: Candidate) -> Diagnostic | None:
-    """Refuse groups of ranks and precisions that DeepEP has no kernels for: SW3174."""
+    """DeepEP has kernels for some sizes of a group only, and adds up outputs of experts in bf16
+    only. Ranks of a group must share a node: all of them, or each 8 of a larger group."""
     s, per_node = x.strategy, x.cluster.gpus_per_node
     if s.expert_dispatcher != "deepep" or s.expert == 1:
         return None
@@ -132,9 +135,10 @@ def deepep_groups(x: Candidate) -> Diagnostic | None:
 
 
 def overlap_obstacle(x: Candidate) -> Diagnostic | None:
-    """Refuse layouts in which the schedule that overlaps the exchange does not run, or trains
-    something else: SW3175 (TransformerConfig.__post_init__:1852;
-    megatron/core/models/gpt/fine_grained_callables.py)."""
+    """Megatron-Core's overlapped schedule fails or computes something else in fp32, with whole
+    layers or `moe` recomputed, in a pipeline without virtual stages, with a last layer that has no
+    experts, and with one expert a rank under the alltoall dispatcher
+    (TransformerConfig.__post_init__:1852; megatron/core/models/gpt/fine_grained_callables.py)."""
     s, modules = x.strategy, expert_modules(x.graph)
     if not s.expert_overlap or s.expert == 1 or not modules:
         return None

@@ -114,9 +114,9 @@ def low_precision_options(plan: Plan, *, gathers_parameters: bool) -> Iterator[t
 
 
 def keeps_whole_layers_at_the_ends(x: Candidate) -> Diagnostic | None:
-    """Refuse low_precision_keep that names anything but whole decoder layers at the start and at
-    the end, SW3179: Megatron-Core opens the recipe layer by layer
-    (megatron/core/transformer/transformer_block.py:751)."""
+    """Megatron-Core turns low precision on for a decoder layer as a whole
+    (megatron/core/transformer/transformer_block.py:751), and off only for layers at the start and
+    the end. So low_precision_keep can name only all linear layers of such decoder layers."""
     training = x.recipe.training
     if training.low_precision not in LOW_PRECISION_RECIPES:
         return None

@@ -152,7 +152,7 @@ def check_recipe_keys(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 
 def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
-    """Refuse ZeRO-2 and 3: SW3151. Megatron's distributed optimizer shards the states alone."""
+    """Megatron-Core's distributed optimizer shards only the optimizer's states, as ZeRO stage 1."""
     stage = x.strategy.zero_stage
     if stage <= 1:
         return None
@@ -169,11 +169,9 @@ def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
 
 
 def key_value_copies(x: Candidate) -> Diagnostic | None:
-    """Require key/value heads that divide over tensor ranks: SW3152.
-
-    Megatron splits a head otherwise (megatron/core/transformer/attention.py:289), which checkpoints
-    by name cannot store.
-    """
+    """Each tensor rank must hold the same number of key/value heads, none of them split. With fewer
+    heads than ranks Megatron-Core splits a head (megatron/core/transformer/attention.py:289), and
+    checkpoints, which store parameters by name, cannot hold a part of a head."""
     heads, tensor = x.graph.key_value_heads, x.strategy.tensor
     if heads % tensor == 0:
         return None
@@ -190,8 +188,8 @@ def key_value_copies(x: Candidate) -> Diagnostic | None:
 
 
 def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
-    """Require tensor ranks that divide the sequence under sequence parallelism: SW3153
-    (model_parallel_config.py, __post_init__)."""
+    """With sequence parallelism each tensor rank holds an equal part of the sequence, so tensor
+    must be above 1 and divide the sequence (model_parallel_config.py, __post_init__)."""
     s = x.strategy
     length = x.recipe.training.sequence_length // s.context
     if not s.sequence_parallel or (s.tensor > 1 and length % s.tensor == 0):
@@ -210,7 +208,7 @@ def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
 
 
 def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
-    """Refuse pipeline schedules that Megatron-Core lacks: SW3154."""
+    """Megatron-Core has the 1F1B schedule, but not DualPipeV."""
     if x.strategy.schedule == "1f1b":
         return None
     return found(
@@ -223,8 +221,8 @@ def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
 
 
 def offloaded_parameters(x: Candidate) -> Diagnostic | None:
-    """Refuse parameters in host memory: SW3155. Megatron-Core's HybridDeviceOptimizer keeps masters
-    and moments there."""
+    """Megatron-Core's HybridDeviceOptimizer keeps fp32 master weights and moments in host memory,
+    but not the parameters."""
     if x.strategy.offload != "parameters":
         return None
     return found(
@@ -238,7 +236,7 @@ def offloaded_parameters(x: Candidate) -> Diagnostic | None:
 
 
 def offload_without_distributed_optimizer(x: Candidate) -> Diagnostic | None:
-    """Require ZeRO-1 for an optimizer in host memory: SW3177.
+    """Megatron-Core's optimizer in host memory needs the distributed optimizer, which is ZeRO-1.
 
     HybridDeviceOptimizer runs behind --use-precision-aware-optimizer, which takes the distributed
     optimizer (megatron/core/optimizer/optimizer_config.py:380). Without it the first update ends
@@ -259,10 +257,8 @@ def offload_without_distributed_optimizer(x: Candidate) -> Diagnostic | None:
 
 
 def experts_without_sequence(x: Candidate) -> Diagnostic | None:
-    """Require sequence parallelism for experts over tensor ranks: SW3156.
-
-    Megatron's configuration warns; the layer raises (megatron/core/transformer/moe/moe_layer.py).
-    """
+    """Megatron-Core's layer of experts raises an error with tensor parallelism but without sequence
+    parallelism (megatron/core/transformer/moe/moe_layer.py)."""
     s = x.strategy
     if s.tensor == 1 or s.sequence_parallel or experts_per_layer(x.graph) < 2:
         return None
@@ -275,12 +271,11 @@ def experts_without_sequence(x: Candidate) -> Diagnostic | None:
 
 
 def virtual_stages(x: Candidate) -> Diagnostic | None:
-    """Check that micro-batches and layers divide over virtual stages: SW3157.
-
-    The interleaved schedule takes micro-batches in groups of the pipeline's size and fails on a
-    remainder at the first step (megatron/core/pipeline_parallel/schedules.py). Stages without a
-    layer are legal there, not here.
-    """
+    """Virtual stages need a pipeline. Megatron-Core's interleaved schedule takes micro-batches in
+    groups of the pipeline degree and fails on a remainder at the first step
+    (megatron/core/pipeline_parallel/schedules.py). Each virtual stage must hold at least one layer,
+    and N of `{full: N}` must be a multiple of virtual_stages."""
+    # Megatron-Core allows stages without a layer.
     s, layers = x.strategy, len(x.graph.layers)
     if s.virtual_stages == 1:
         return None
@@ -308,11 +303,9 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
 
 
 def context_divides_sequence(x: Candidate) -> Diagnostic | None:
-    """Require a sequence that divides into two chunks a context rank: SW3164.
-
-    A rank has one chunk from the front and one from the back (megatron/training/arguments.py,
-    validate_args: seq_length % (context_parallel_size * 2)).
-    """
+    """Each context rank has one chunk from the front of a sequence and one from the back, so
+    sequence_length must be a multiple of 2 x context (megatron/training/arguments.py,
+    validate_args: seq_length % (context_parallel_size * 2))."""
     c, length = x.strategy.context, x.recipe.training.sequence_length
     if c == 1 or length % (2 * c) == 0:
         return None
@@ -329,7 +322,8 @@ def context_divides_sequence(x: Candidate) -> Diagnostic | None:
 
 
 def expert_groups(x: Candidate) -> Diagnostic | None:
-    """Require expert groups that divide tensor x context x data ranks: SW3165
+    """Only a model with experts can have expert ranks. Megatron-Core's expert groups cover all
+    ranks of a stage, so expert x expert_tensor divides tensor x context x data
     (megatron/core/parallel_state.py:882)."""
     s = x.strategy
     ranks, apart = s.tensor * s.zero_world_size, s.expert_tensor_ranks
@@ -354,11 +348,9 @@ def expert_groups(x: Candidate) -> Diagnostic | None:
 
 
 def expert_biases(x: Candidate) -> Diagnostic | None:
-    """Refuse expert tensor parallelism for experts with biases: SW3166.
-
-    megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
-    tensor parallelism is 1".
-    """
+    """Megatron-Core supports experts with biases only if no expert is split over tensor ranks
+    (megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
+    tensor parallelism is 1")."""
     s = x.strategy
     if s.expert_tensor_ranks == 1 or not _experts_have_biases(x.graph):
         return None
@@ -382,10 +374,8 @@ def _experts_have_biases(graph: ModelGraph) -> bool:
 
 
 def expert_tensor(x: Candidate) -> Diagnostic | None:
-    """Require experts split over all tensor ranks or none: SW3167.
-
-    Checkpoints by name cannot store experts that fewer ranks split than the rest.
-    """
+    """Checkpoints store parameters by name. They cannot hold experts that are split over fewer
+    tensor ranks than the other weights, unless the experts are not split at all."""
     s = x.strategy
     if s.expert_tensor_ranks == s.tensor or (s.expert_tensor == 1 and expert_modules(x.graph)):
         return None
@@ -403,10 +393,9 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
 
 
 def fused_weights_cut_otherwise(x: Candidate) -> Diagnostic | None:
-    """Refuse tensor ranks that the plan gives other rows of a fused weight than Megatron: SW3176.
-
-    Megatron's rank has its heads' queries, keys and values, or its features' gate and up. A plan by
-    transformers' map for Phi-3 has consecutive rows of the weight, which a linear gathers there.
+    """A fused weight stores several matrices. A tensor rank of Megatron-Core holds the query, key
+    and value of its own heads, or the gate and up of its own features. In a plan that follows
+    transformers' tensor-parallel plan, as for Phi-3, a rank holds consecutive rows of the weight.
     """
     tensor = x.strategy.tensor
     name = _weight_cut_otherwise(x.graph, tensor) if tensor > 1 else None
@@ -434,11 +423,9 @@ def _weight_cut_otherwise(graph: ModelGraph, tensor: int) -> str | None:
 
 
 def muon_with_sharded_states(x: Candidate) -> Diagnostic | None:
-    """Refuse Muon at ZeRO-1 over several data ranks: SW3237.
-
-    Its distributed optimizer shards the states of AdamW alone. The layer-wise one, which gives each
-    rank whole matrices (megatron/core/optimizer/layer_wise_optimizer.py), is not tested here.
-    """
+    """Megatron-Core's distributed optimizer shards only AdamW's states: it would split the matrices
+    that Muon needs whole. Megatron-Core's layer-wise optimizer, which gives each rank whole
+    matrices (megatron/core/optimizer/layer_wise_optimizer.py), is not tested with this project."""
     s = x.strategy
     if not OPTIMIZERS[x.recipe.training.optimizer.name].matrix_moments:
         return None
@@ -456,10 +443,8 @@ def muon_with_sharded_states(x: Candidate) -> Diagnostic | None:
 
 
 def muon_of_transposed_experts(x: Candidate) -> Diagnostic | None:
-    """Refuse Muon for experts that are stored as (in, out): SW3238.
-
-    TensorParallelMuon takes a weight as (out, in), and its joined matrices one after another.
-    """
+    """Megatron-Core's Muon takes weights that are stored as (out, in), with joined matrices one
+    after another. Experts stored as (in, out) have interleaved columns of gate and up."""
     family = MODEL_MAPPINGS.get(x.graph.model_type)
     has_muon = OPTIMIZERS[x.recipe.training.optimizer.name].matrix_moments
     if not has_muon or family is None or not family.has_transposed_experts:
@@ -475,7 +460,8 @@ def muon_of_transposed_experts(x: Candidate) -> Diagnostic | None:
 
 
 def not_tested_on_gpus(x: Candidate) -> Diagnostic | None:
-    """Warn that this engine was verified on CPU ranks alone: SW3168."""
+    """Training under `target: megatron` was compared with single-process runs only on CPU ranks,
+    not on GPUs."""
     if x.cluster.gpu.is_cpu:
         return None
     return found(

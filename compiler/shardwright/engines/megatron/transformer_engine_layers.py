@@ -76,7 +76,10 @@ def transformer_engine_choice(x: Candidate) -> AutoSwitch:
 
 
 def transformer_engine_unavailable(x: Candidate) -> Diagnostic | None:
-    """Refuse `transformer_engine: on` where its layers cannot be used: SW3169."""
+    """Transformer Engine's layers need GPUs, bf16 and data without packed documents. They are not
+    used for model types whose experts are stored as (in, out), for latent attention over tensor or
+    context ranks, for sliding windows over context ranks, or with tensor ranks that do not split
+    the experts."""
     why = transformer_engine_obstacle(x) if x.recipe.model.transformer_engine == "on" else ""
     if not why:
         return None
@@ -90,7 +93,8 @@ def transformer_engine_unavailable(x: Candidate) -> Diagnostic | None:
 
 
 def low_precision_unavailable(x: Candidate) -> Diagnostic | None:
-    """Refuse low precision where Transformer Engine's layers cannot be used: SW3178."""
+    """Under Megatron-Core, Transformer Engine's layers compute low precision. So
+    `model.transformer_engine` must not be off, and the conditions listed for SW3169 must hold."""
     name = x.recipe.training.low_precision
     if name not in LOW_PRECISION_RECIPES:
         return None

@@ -11,7 +11,8 @@ from shardwright.utils.json_values import JsonScalar
 
 
 def single_process_only(x: Candidate) -> Diagnostic | None:
-    """Refuse layouts that split the model or offload anything: SW3134."""
+    """The reference engine is one process: it has no other ranks to split the model, the data or
+    the optimizer states over, and it offloads nothing."""
     s = x.strategy
     wrong = [
         (axis, getattr(s, axis)) for axis in ("tensor", "pipeline", "data") if getattr(s, axis) > 1
@@ -35,7 +36,8 @@ PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 
 
 def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
-    """Refuse the first key that is DeepSpeed's own or needs more than one process: SW1921."""
+    """The reference engine is one process of plain PyTorch on one GPU, in bf16 or fp32. A scheduler
+    or a hostfile starts several processes, and keys of `extra` are DeepSpeed's."""
     launch, cluster = x.recipe.launch, x.recipe.cluster
     asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
         ("cluster.nodes", cluster.nodes or 1, (1,)),
