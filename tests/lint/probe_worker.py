@@ -37,6 +37,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.utils import groups, logger
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -162,6 +163,8 @@ def _config(case: dict[str, Any], facts: dict[str, Any]) -> None:
         "routing": [
             read.data_efficiency_enabled,
             read.data_efficiency_config["data_routing"]["enabled"],
+            # The engine's own answer, which is all that it asks later.
+            DeepSpeedEngine.random_ltd_enabled(SimpleNamespace(_config=read)),
         ],
         "clipping": read.gradient_clipping,
     }

@@ -413,7 +413,14 @@ PROBES: dict[str, list[Probe]] = {
             fact=lambda bad, good: bad == good,
         )
     ],
-    "SW4420": [Probe(at="engine", refuses="supports ZeRO overlap_comm only with ZeRO stage 2")],
+    "SW4420": [
+        Probe(
+            at="engine",
+            refuses="supports ZeRO overlap_comm only with ZeRO stage 2",
+            instead=_zero(stage, overlap_comm=True) | {"managed_gradient_accumulation": False},
+        )
+        for stage in (2, 3)
+    ],
     "SW4421": [
         Probe(
             at="groups",
@@ -590,7 +597,7 @@ PROBES: dict[str, list[Probe]] = {
     "SW4704": [
         Probe(
             fact=lambda bad, good: (
-                (bad["routing"], good["routing"]) == ([False, True], [True, True])
+                (bad["routing"], good["routing"]) == ([False, False, True], [True, True, True])
             )
         )
     ],

@@ -134,21 +134,25 @@ def gradient_norm_off(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         return
     clipping = ds_config.get("gradient_clipping")
     if ds_config.stage not in (1, 2):
-        why = "is for ZeRO stages 1 and 2"
+        why = f"is supported only at ZeRO stage 1 or 2, and the stage is {ds_config.stage}"
+        help = "Remove compute_grad_norm."
     elif clipping is None or (ds_config.number("gradient_clipping") or 0) > 0:
-        given = "clips at 1.0 by default" if clipping is None else f"clips at {clipping} here"
-        why = f"needs gradient_clipping: 0; DeepSpeed {given}"
+        given = "is 1.0 by default" if clipping is None else f"is {clipping}"
+        why = f"needs gradient_clipping: 0, but gradient_clipping {given}"
+        help = 'Write "gradient_clipping": 0 at the top, or remove compute_grad_norm.'
     elif ds_config.offload("offload_optimizer") != "none":
         why = "is not supported with offload_optimizer"
+        help = "Remove compute_grad_norm or offload_optimizer."
     elif (
         ds_config.stage == 1
         and precision(ds_config) == "bf16"
         and dtype(ds_config, "grad_accum_dtype") == "fp32"
     ):
-        why = "is not supported with bf16 summed in fp32 at ZeRO stage 1"
+        why = "is not supported at ZeRO stage 1 in bf16 with data_types.grad_accum_dtype: fp32"
+        help = "Remove compute_grad_norm."
     else:
         return
-    yield RuleViolation(key, f"compute_grad_norm: false {why}", "Remove one of the two keys.")
+    yield RuleViolation(key, f"compute_grad_norm: false {why}", help)
 
 
 @rule("SW4410", help="Write mean, and scale the loss.")
@@ -218,7 +222,7 @@ def odd_bucket(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
                 f"allgather_bucket_size {size} is odd: DeepSpeed refuses it at ZeRO stage "
                 f"{ds_config.stage}"
             ),
-            f"Write {size + 1}.",
+            f"Write an even number, such as {size + 1}.",
             fix=(Edit(kind="set", path=(ZERO, "allgather_bucket_size"), value=size + 1),),
         )
 
@@ -289,14 +293,14 @@ def boolean_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         )
 
 
-@rule("SW4420", help="Write overlap_comm: false, or take stage 2.")
+@rule(
+    "SW4420",
+    help='Write "overlap_comm": false, remove managed_gradient_accumulation, or use stage 2 or 3.',
+)
 def unmanaged_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if ds_config.get("managed_gradient_accumulation") is not False:
         return
-    overlaps = ds_config.is_on(ZERO, "overlap_comm") or (
-        ds_config.stage == 3 and ds_config.get(ZERO, "overlap_comm") is None
-    )
-    if overlaps and ds_config.stage in (0, 1, 3):
+    if ds_config.is_on(ZERO, "overlap_comm") and ds_config.stage in (0, 1):
         yield RuleViolation(
             ("managed_gradient_accumulation",),
             (
@@ -375,7 +379,7 @@ def pipeline_overlap(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         )
 
 
-@rule("SW4605", help="Remove the key.")
+@rule("SW4605", help="Remove managed_gradient_accumulation.")
 def pipeline_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if ds_config.has_pipeline and ds_config.get("managed_gradient_accumulation") is False:
         yield RuleViolation(
@@ -503,14 +507,35 @@ def dynamic_batching(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
 
 
 @rule("SW4704", "warning")
-def disabled_parent(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+def unread_enabled(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    """Compare the outer `enabled` keys, which DeepSpeed parses only, with those that it reads."""
     top = "data_efficiency"
-    for name in ("data_sampling", "data_routing"):
-        if ds_config.is_on(top, name, "enabled") and not ds_config.is_on(top, "enabled"):
+    techniques = {
+        "data_sampling": ("curriculum_learning", "dynamic_batching"),
+        "data_routing": ("random_ltd",),
+    }
+    for name, inner in techniques.items():
+        runs = [each for each in inner if ds_config.is_on(top, name, each, "enabled")]
+        off = [
+            ".".join(section)
+            for section in ((top,), (top, name))
+            if not ds_config.is_on(*section, "enabled")
+        ]
+        if runs and off:
+            yield RuleViolation(
+                (top, name, runs[0], "enabled"),
+                f"{runs[0]} runs, although {' and '.join(off)} "
+                f"{'is' if len(off) == 1 else 'are'} not enabled: DeepSpeed reads only "
+                f"{runs[0]}.enabled",
+                f'Add "enabled": true to {" and to ".join(off)}, or write "enabled": false in '
+                f"{runs[0]}.",
+            )
+        elif ds_config.is_on(top, name, "enabled") and not runs:
             yield RuleViolation(
                 (top, name, "enabled"),
-                f"{top}.{name} is off, because {top} itself is not enabled",
-                f'Add "enabled": true to {top}.',
+                f"{top}.{name}.enabled has no effect: {' and '.join(inner)} "
+                f"{'is' if len(inner) == 1 else 'are'} not enabled",
+                f"Enable {' or '.join(inner)} in {top}.{name}, or remove {top}.{name}.",
             )
 
 

@@ -744,14 +744,15 @@ def warmup_decay_rate(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     ):
         return
     number = ds_config.number(*rate)
-    unused = "the optimizer's rate" if number is None else f"optimizer.params.lr {number:g}"
+    unused = "the optimizer's lr" if number is None else f"optimizer.params.lr {number:g}"
     yield RuleViolation(
         params,
-        f"without warmup_max_lr WarmupDecayLR rises to {WARMUP_DECAY_MAX_LR:g}; {unused} is not "
-        "used",
-        "Add warmup_max_lr"
-        + (', "auto" for the rate of the Trainer.' if ds_config.audience == "trainer" else ": ")
-        + ("" if ds_config.audience == "trainer" else f"{number or 2e-5:g}."),
+        f"without warmup_max_lr WarmupDecayLR warms up to the rate {WARMUP_DECAY_MAX_LR:g}, and "
+        f"ignores {unused}",
+        'Add "warmup_max_lr": "auto" to scheduler.params: the Trainer fills in its learning rate.'
+        if ds_config.audience == "trainer"
+        else f'Add "warmup_max_lr": {number or 2e-5:g} to scheduler.params, or the highest rate '
+        "that you want.",
     )
 
 
