@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ import pytest
 
 pytest_plugins = ["tools.prove.pytest_proofs", "tests.missing_packages"]
 
+# With torch and transformers imported, a full collection looks at a million objects that stay: by
+# Python's own thresholds an eighth of the tests' time.
+gc.set_threshold(100_000, 50, 100)
 # Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is
 # imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

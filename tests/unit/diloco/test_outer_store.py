@@ -400,13 +400,19 @@ def test_an_outer_step_that_cannot_be_put_on_record_is_not_made(
         [2.5, 2.5]
     ] * 2
 
+    outcomes: list[str | None] = []
+
     def full(line: dict[str, Any]) -> None:
+        found = here.store.membership.round
+        outcomes.append(None if found is None else found.outcome)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     here.store._record = full
     for asked in (a.outer(4, 8, 1.0), b.outer(4, 8, 4.0)):
         with pytest.raises(ChannelError):
             asked.result(20)
+    # A round that is committed is sent to the ranks, whatever comes of its record.
+    assert outcomes and "committed" not in outcomes
     assert isinstance(here.store.failure, OSError) and here.store.failure.errno == errno.ENOSPC
     assert here.members == [[0, 1]] and here.store.membership.base != 8
     with pytest.raises(ChannelError):

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
 from shardwright.models.graph_builder import build_model_graph, compare_weights
+from shardwright.models.model_sources import weights_problem
 from shardwright.models.weights_check import read_headers, same_values
 from shardwright.parallel.weight_files import WeightFiles
 from shardwright.parallel.weight_loader import WeightLoader, empty_model
@@ -359,3 +360,11 @@ def test_check_reads_the_headers(
     assert main(["check", str(path)]) == code
     told = capsys.readouterr().err
     assert words in told if words else not told
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".safetensors", "a\0b.safetensors", "none"])
+def test_an_index_whose_files_have_no_file_names(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}})
+    )
+    assert weights_problem(tmp_path).endswith("is missing")

@@ -109,7 +109,8 @@ def test_thousands_of_unknown_keys_are_told_in_time(
 ) -> None:
     wrong: dict[str, Any] = {f"unknown_key_{n}": n for n in range(MANY)}
     path = write_recipe({f"{where}.{key}".lstrip("."): value for key, value in wrong.items()})
-    with cpu_seconds_at_most(SECONDS_AT_MOST):
+    # 0.1 to 0.7 s; 1.5 to 2 s with a suggestion for each key and lines split for each message.
+    with cpu_seconds_at_most(1.2):
         main(["check", str(path)])
     if where in ("", "training"):
         assert capsys.readouterr().err.count("error[SW1101]") == MANY
