@@ -222,7 +222,7 @@ def _read(file: Path, gpu: str, device: str) -> dict[str, Any]:
     if file.exists():
         document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if document["machine"] == machine:
-            return document | {LOSSES: document.get(LOSSES, {})}
+            return document
     return {
         "command": "make bench-gpu",
         "machine": machine,

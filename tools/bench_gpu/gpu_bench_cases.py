@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shardwright.layout.gpu_cluster import catalogue, without_pcie_boards
@@ -90,63 +91,28 @@ def _full(count: int) -> dict[str, Any]:
 
 
 _ALL = {"activation_checkpointing": "full"}
+_llama_4 = partial(BenchCase, family="llama", length=4096, micro=4)
 LAYOUTS: dict[str, BenchCase] = {
     "llama-1": BenchCase(family="llama", length=4096, micro=1, accumulation=4),
-    "llama-4": BenchCase(family="llama", length=4096, micro=4),
+    "llama-4": _llama_4(),
     "llama-8-full": BenchCase(family="llama", length=4096, micro=8, parallelism=_ALL),
-    "llama-4-half": BenchCase(
-        family="llama", length=4096, micro=4, parallelism=_full(8), alone=True
-    ),
-    "llama-4-chunked": BenchCase(
-        family="llama", length=4096, micro=4, model={"loss": "chunked"}, alone=True
-    ),
+    "llama-4-half": _llama_4(parallelism=_full(8), alone=True),
+    "llama-4-chunked": _llama_4(model={"loss": "chunked"}, alone=True),
     "llama-1-fp32": BenchCase(family="llama", length=2048, micro=1, training={"precision": "fp32"}),
-    "llama-4-sums-bf16": BenchCase(
-        family="llama", length=4096, micro=4, training={"gradient_accumulation_dtype": "bf16"}
+    "llama-4-sums-bf16": _llama_4(training={"gradient_accumulation_dtype": "bf16"}),
+    "llama-4-offload": _llama_4(parallelism={"zero_stage": 2, "offload": "optimizer"}),
+    "llama-4-zero3": _llama_4(parallelism={"zero_stage": 3}),
+    "llama-4-compile": _llama_4(model={"kernels": "compile"}, alone=True),
+    "llama-4-fp8": _llama_4(training={"low_precision": "fp8_tensorwise"}, alone=True),
+    "llama-4-fp8-compile": _llama_4(
+        model={"kernels": "compile"}, training={"low_precision": "fp8_tensorwise"}, alone=True
     ),
-    "llama-4-offload": BenchCase(
-        family="llama", length=4096, micro=4, parallelism={"zero_stage": 2, "offload": "optimizer"}
+    "llama-4-fp8-rowwise-compile": _llama_4(
+        model={"kernels": "compile"}, training={"low_precision": "fp8_rowwise"}, alone=True
     ),
-    "llama-4-zero3": BenchCase(family="llama", length=4096, micro=4, parallelism={"zero_stage": 3}),
-    "llama-4-compile": BenchCase(
-        family="llama", length=4096, micro=4, model={"kernels": "compile"}, alone=True
-    ),
-    "llama-4-fp8": BenchCase(
-        family="llama",
-        length=4096,
-        micro=4,
-        training={"low_precision": "fp8_tensorwise"},
-        alone=True,
-    ),
-    "llama-4-fp8-compile": BenchCase(
-        family="llama",
-        length=4096,
-        micro=4,
-        model={"kernels": "compile"},
-        training={"low_precision": "fp8_tensorwise"},
-        alone=True,
-    ),
-    "llama-4-fp8-rowwise-compile": BenchCase(
-        family="llama",
-        length=4096,
-        micro=4,
-        model={"kernels": "compile"},
-        training={"low_precision": "fp8_rowwise"},
-        alone=True,
-    ),
-    "llama-4-muon": BenchCase(
-        family="llama",
-        length=4096,
-        micro=4,
-        training={"optimizer": {"name": "muon"}},
-        alone=True,
-    ),
-    "llama-4-8bit": BenchCase(
-        family="llama",
-        length=4096,
-        micro=4,
-        training={"optimizer": {"name": "adamw_8bit", "lr": 1e-4}},
-        alone=True,
+    "llama-4-muon": _llama_4(training={"optimizer": {"name": "muon"}}, alone=True),
+    "llama-4-8bit": _llama_4(
+        training={"optimizer": {"name": "adamw_8bit", "lr": 1e-4}}, alone=True
     ),
     "qwen3-8": BenchCase(family="qwen3", length=2048, micro=8),
     "qwen3-16-full": BenchCase(family="qwen3", length=2048, micro=16, parallelism=_ALL),

@@ -4,15 +4,14 @@ standard library's sources."""
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from shardwright.calibrate.layout_trials import launch
 from shardwright.compile.compiled_folder import write_folder
 from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.child_processes import shardwright_command
 from shardwright.utils.json_lines import read_json_lines
 
 FORMATS = ("none", "fp8_tensorwise", "fp8_rowwise")
@@ -46,16 +45,9 @@ def losses(low_precision: str, gpu: str) -> dict[str, Any]:
         recipe, out = Path(name, "recipe.yaml"), Path(name, "out")
         recipe.write_text(json.dumps(_recipe(low_precision, gpu)), encoding="utf-8")
         write_folder(out, compile_recipe(load_recipe(recipe)).files)
-        done = subprocess.run(
-            shardwright_command("run", str(out), "--resume", "never"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            return {"why": " ".join((done.stdout + done.stderr).split())[-300:]}
+        _, _, why = launch(out, TINY_STEPS if gpu == "cpu" else STEPS, SECONDS)
+        if why:
+            return {"why": why}
         lines = list(read_json_lines(out / "run" / "metrics.jsonl"))
     found = {int(line["step"]): float(line["loss"]) for line in lines}
     last = max(found)
