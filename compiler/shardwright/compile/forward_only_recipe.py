@@ -8,16 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from shardwright.diagnostics import Refusal, found
 from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.plan.folder_paths import HOSTFILE, MODEL_DIRECTORY, SETUP_SCRIPT
 from shardwright.plan.plan import Plan
 from shardwright.recipe.objectives import objective_under_own_weights
 from shardwright.recipe.recipe_loader import recipe_from_document
 from shardwright.recipe.recipe_types import DataSection, Recipe
+from shardwright.recipe.task_options import TASK_SERVICES
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 _ISLAND_KEYS = ("islands", "inter_island_gbits_per_second", "inter_island_latency_ms")
 _LAUNCH_KEYS_OF_TRAINING = ("recovery", "outer_store")
+_LAUNCHERS_OF_TRAINING = ("kubernetes", "ray", *TASK_SERVICES)
+"""Start jobs that always continue a training from its newest checkpoint."""
 
 
 def forward_only_recipe(
@@ -31,7 +35,19 @@ def forward_only_recipe(
 
     weights: a folder of Hugging Face's that replaces the recipe's weights
     pinned: of `parallelism`; the recipe's own layout is the training's
+
+    Raises Refusal, SW1265, where its launcher starts nothing but trainings.
     """
+    if (launcher := recipe.launch.launcher) in _LAUNCHERS_OF_TRAINING:
+        why = found(
+            "SW1265",
+            "launch.launcher",
+            f"`score` cannot start its ranks by launch.launcher {launcher}",
+            "Call it on a machine with the GPUs, or in a pod, with `--set launch=null --set "
+            "cluster.nodes=1`; or where ssh reaches all nodes, with `--set launch=null --hostfile "
+            "FILE`.",
+        )
+        raise Refusal(why, source=recipe.source)
     document = dict(recipe.document)
     model = {**_section(document, "model"), "freeze": ["*"]}
     if weights is not None:

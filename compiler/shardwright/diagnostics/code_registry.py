@@ -86,6 +86,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1256": "a task without the name of its GPU",
     "SW1263": "packed completions of an objective that does not compare pairs",
     "SW1264": "preference data of which a part is packed and a part is not",
+    "SW1265": "a launcher by which no scores are computed",
     "SW1301": "no file is where the recipe says",
     "SW1302": "a file that the recipe names is not of the right kind",
     "SW1303": "measurements that are not the recipe's",

@@ -8,6 +8,7 @@ import pytest
 
 from shardwright.compile.forward_only_recipe import forward_only_recipe
 from shardwright.compile.recipe_compiler import compile_recipe, resolve_recipe
+from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.layout_search import choose_layout
 
@@ -66,3 +67,22 @@ def test_adapters_and_the_reference_are_left_out(tmp_path: Path) -> None:
     assert derived.training.objective.reference_model is None
     assert derived.model.source == str(tmp_path / "weights")
     assert derived.model.weights == "pretrained"
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "{launcher: kubernetes, kubernetes: {image: i, volume_claim: c, directory: /shared/dpo}}",
+        "{launcher: ray}",
+        "{launcher: skypilot, task: {directory: /shared/dpo}}",
+    ],
+)
+def test_launchers_whose_jobs_only_train_are_refused(tmp_path: Path, launch: str) -> None:
+    text = (RECIPES / "tiny-dpo-cpu.yaml").read_text()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text.replace("launch:\n  env:", f"launch: {launch}\n#"))
+    with pytest.raises(Refusal) as refused:
+        forward_only_recipe(load_recipe(path))
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.code == "SW1265"
+    assert forward_only_recipe(load_recipe(path, ["launch=null"])).launch.launcher == "auto"
