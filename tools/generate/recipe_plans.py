@@ -82,7 +82,13 @@ def priced(run: Run) -> Estimate:
 
 def index() -> str:
     """recipes/README.md as it should be."""
-    body = "\n\n".join([_table(), _beside(), _best(), _argued()])
+    sections = {
+        "Plans": _table(),
+        "Published runs": _beside(),
+        "Best published layouts": _best(),
+        "Reasons": _argued(),
+    }
+    body = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections.items())
     return replace_section(INDEX.read_text(encoding="utf-8"), BEGIN, END, body)
 
 
@@ -155,7 +161,8 @@ def layout(e: Estimate) -> str:
 
 def _beside() -> str:
     lines = [
-        "| recipe | published layout | reported | our estimate of it | our layout | its step |",
+        "| recipe | published layout | reported | our estimate of the published layout | "
+        "our layout | step of our layout |",
         "|---|---|---|---|---|---|",
     ]
     for run in published("run"):
@@ -174,7 +181,7 @@ def _beside() -> str:
         estimate += f" ({', '.join(broken)})" if broken else ""
         ours = (layout(found.best), f"{found.best.time.step_seconds:.3g} s")
         if any(key.startswith("model.config.") for key in run.get("set", ())):
-            ours = ("of another model", "")
+            ours = ("none: another job", "")
         cells = (run["recipe"], f"{keys} ({run['source']})", run["measured"], estimate, *ours)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -202,8 +209,8 @@ def best_and_planned(number: int) -> tuple[Estimate, tuple[Estimate, ...]]:
 
 def _best() -> str:
     lines = [
-        "| run | best published layout | measured | our estimate of it | our first layout | its "
-        "step | fastest listed |",
+        "| run | best published layout | measured | our estimate of the published layout | "
+        "our first layout | step of our first layout | our fastest step, and its layout |",
         "|---|---|---|---|---|---|---|",
     ]
     for number, run in enumerate(published("best")):
