@@ -10,18 +10,16 @@ from typing import cast
 
 from shardwright.diagnostics import Refusal, found
 from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
+from shardwright.launch.launchers.launcher_table import resolve_launcher
 from shardwright.plan.folder_paths import HOSTFILE, MODEL_DIRECTORY, SETUP_SCRIPT
 from shardwright.plan.plan import Plan
 from shardwright.recipe.objectives import objective_under_own_weights
 from shardwright.recipe.recipe_loader import recipe_from_document
 from shardwright.recipe.recipe_types import DataSection, Recipe
-from shardwright.recipe.task_options import TASK_SERVICES
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 _ISLAND_KEYS = ("islands", "inter_island_gbits_per_second", "inter_island_latency_ms")
 _LAUNCH_KEYS_OF_TRAINING = ("recovery", "outer_store")
-_LAUNCHERS_OF_TRAINING = ("kubernetes", "ray", *TASK_SERVICES)
-"""Start jobs that always continue a training from its newest checkpoint."""
 
 
 def forward_only_recipe(
@@ -38,11 +36,14 @@ def forward_only_recipe(
 
     Raises Refusal, SW1265, where its launcher starts nothing but trainings.
     """
-    if (launcher := recipe.launch.launcher) in _LAUNCHERS_OF_TRAINING:
+    launcher = resolve_launcher(recipe.launch, recipe.cluster.nodes or 1)
+    # Such jobs continue a training from its newest checkpoint, and take no other `--resume`.
+    if launcher.scheduler is not None and not launcher.can_restart:
+        is_named = recipe.launch.launcher != "auto"
         why = found(
             "SW1265",
-            "launch.launcher",
-            f"`score` cannot start its ranks by launch.launcher {launcher}",
+            "launch.launcher" if is_named else f"launch.{launcher.name}",
+            f"`score` cannot start its ranks by launch.launcher {launcher.name}",
             "Call it on a machine with the GPUs, or in a pod, with `--set launch=null --set "
             "cluster.nodes=1`; or where ssh reaches all nodes, with `--set launch=null --hostfile "
             "FILE`.",

@@ -69,20 +69,30 @@ def test_adapters_and_the_reference_are_left_out(tmp_path: Path) -> None:
     assert derived.model.weights == "pretrained"
 
 
+KUBERNETES = "kubernetes: {image: i, volume_claim: c, directory: /shared/dpo}"
+
+
 @pytest.mark.parametrize(
-    "launch",
+    ("launch", "key"),
     [
-        "{launcher: kubernetes, kubernetes: {image: i, volume_claim: c, directory: /shared/dpo}}",
-        "{launcher: ray}",
-        "{launcher: skypilot, task: {directory: /shared/dpo}}",
+        (f"{{launcher: kubernetes, {KUBERNETES}}}", "launcher"),
+        (f"{{{KUBERNETES}}}", "kubernetes"),  # launcher: auto
+        ("{launcher: ray}", "launcher"),
+        ("{launcher: skypilot, task: {directory: /shared/dpo}}", "launcher"),
+        ("{launcher: dstack, task: {directory: /shared/dpo}}", "launcher"),
     ],
 )
-def test_launchers_whose_jobs_only_train_are_refused(tmp_path: Path, launch: str) -> None:
-    text = (RECIPES / "tiny-dpo-cpu.yaml").read_text()
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text.replace("launch:\n  env:", f"launch: {launch}\n#"))
+def test_launchers_whose_jobs_only_train_are_refused(launch: str, key: str) -> None:
+    override = f"launch={launch}"
     with pytest.raises(Refusal) as refused:
-        forward_only_recipe(load_recipe(path))
+        forward_only_recipe(load_recipe(RECIPES / "tiny-dpo-cpu.yaml", [override]))
     (diagnostic,) = refused.value.diagnostics
-    assert diagnostic.code == "SW1265"
-    assert forward_only_recipe(load_recipe(path, ["launch=null"])).launch.launcher == "auto"
+    assert (diagnostic.code, diagnostic.key) == ("SW1265", ("launch", key))
+    here = load_recipe(RECIPES / "tiny-dpo-cpu.yaml", [override, "launch=null"])
+    assert forward_only_recipe(here).launch.launcher == "auto"
+
+
+@pytest.mark.parametrize("launcher", ["local", "pdsh", "no_ssh", "openmpi", "slurm"])
+def test_other_launchers_are_kept(launcher: str) -> None:
+    recipe = load_recipe(RECIPES / "tiny-dpo-cpu.yaml", [f"launch.launcher={launcher}"])
+    assert forward_only_recipe(recipe).launch.launcher == launcher
