@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.diloco.outer_store_channel import SECRET_FILE
+from shardwright.utils.child_processes import free_port
 from tests.launch.islands import (
     PATIENCE,
     Process,
@@ -27,7 +28,7 @@ from tests.launch.islands import (
 )
 from tests.launch.stalling_proxy import Turnpike
 from tests.parity.harness import must, shardwright
-from tests.parity.islands import ISLANDS, OUTER, free_port, one_island, rounds, write_inputs
+from tests.parity.islands import ISLANDS, OUTER, one_island, rounds, write_inputs
 
 pytestmark = [pytest.mark.launch, pytest.mark.prove]
 

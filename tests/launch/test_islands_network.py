@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.diloco.outer_store_channel import silence_limit_seconds
+from shardwright.utils.child_processes import free_port
 from tests import warm
 from tests.launch.islands import (
     PATIENCE,
@@ -28,7 +29,7 @@ from tests.launch.islands import (
 )
 from tests.launch.simulated_sites import Sites, sites, why_not
 from tests.parity.harness import metrics, must, newest_checkpoint, shardwright
-from tests.parity.islands import ISLANDS, OUTER, STEPS, free_port, one_island, rounds, write_inputs
+from tests.parity.islands import ISLANDS, OUTER, STEPS, one_island, rounds, write_inputs
 from tests.parity.models import MODELS
 
 pytestmark = [

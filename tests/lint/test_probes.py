@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from shardwright.diagnostics.code_explanations import ds_config_explanations
 from shardwright.diagnostics.code_registry import DS_CONFIG_CODES
 from shardwright.lint.ds_config_key_rules import TRAINER_AUTO_KEYS
+from shardwright.utils.child_processes import free_port
 from tests.lint.probes import PROBES, Probe
 
 GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))
@@ -67,14 +67,8 @@ def request(code: str, probe: Probe, which: str) -> dict[str, Any] | None:
     return {"at": at, "config": json.loads(text) if isinstance(text, str) else text, **options}
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def on_two_ranks(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    program, port = str(Path(__file__).with_name("ranks_worker.py")), free_port()
+    program, port = str(Path(__file__).with_name("ranks_worker.py")), str(free_port())
     started = [
         subprocess.Popen(
             [sys.executable, program, port, str(rank)],
@@ -119,7 +113,7 @@ def outcomes(
     # What these leave behind in the process would change the others; the same order in every run.
     order = sorted(asked.keys() - set(ranked), key=lambda key: (LAST.get(asked[key]["at"], 0), key))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("probe_worker.py")), free_port()],
+        [sys.executable, str(Path(__file__).with_name("probe_worker.py")), str(free_port())],
         input=json.dumps([asked[key] for key in order]),
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from shardwright.checkpoint.checkpoint_loader import CheckpointReader
 from shardwright.diloco.island_metrics import effective_rounds, read_rounds
 from shardwright.engines.reference.reference_optimizer import ReferenceOptimizer
+from shardwright.utils.child_processes import free_port
 from shardwright.verify.reference_run import cosine, mean_loss
 from tests.parity import harness
 from tests.parity.harness import (
@@ -53,12 +53,6 @@ class Simulation:
 
     losses: list[dict[int, float]]
     weights: dict[str, torch.Tensor]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def write_inputs(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from shardwright.layout.pipeline_step_time import step_seconds
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
 from shardwright.search.layout_resolution import with_stages_assigned
+from shardwright.utils.child_processes import free_port
 from tests.unit.models.factory import model_section, problem_of, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,15 +72,12 @@ def measured(
         mine = [i for i, c in enumerate(cases) if c.ranks == ranks] * repeats
         file, out = folder / f"cases-{ranks}.json", folder / f"seconds-{ranks}.json"
         file.write_text(json.dumps([asdict(cases[i]) for i in mine]))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         command = [
             sys.executable,
             "-m",
             "tests.schedule.sleepers",
             str(ranks),
-            str(port),
+            str(free_port()),
             str(file),
             str(out),
         ]

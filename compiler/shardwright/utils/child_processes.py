@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+LISTENING_PORTS = range(20_000, 29_500)
+"""Below those that a kernel gives to outgoing connections (Linux from 32768, macOS from 49152): one
+of these could take the port in the seconds before a rank 0 has imported torch and listens. Also
+below the ports of Kubernetes services (30000) and the default of torchrun and DeepSpeed (29500)."""
 
 
 def end_processes(
@@ -65,10 +71,16 @@ def shardwright_command(*arguments: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free at this moment."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
+    """Return a TCP port that is free at this moment, of LISTENING_PORTS where one of these is.
+
+    The choice is random and ignores seeds: processes that ask at the same time hardly agree.
+    """
+    candidates = random.SystemRandom().sample(LISTENING_PORTS, min(len(LISTENING_PORTS), 100))
+    for port in (*candidates, 0):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return int(s.getsockname()[1])
+    raise OSError("no TCP port is free")
 
 
 @contextlib.contextmanager

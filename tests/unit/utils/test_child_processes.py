@@ -1,15 +1,21 @@
-"""A child ends with all that it has started, and has its grace first."""
+"""A child ends with all that it has started, and has its grace first. Ports are free, and no
+outgoing connection gets them."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
-from shardwright.utils.child_processes import end_processes
+from shardwright.utils import child_processes
+from shardwright.utils.child_processes import LISTENING_PORTS, end_processes, free_port
 
 PARENT = """
 import signal, subprocess, sys, time
@@ -72,3 +78,28 @@ def test_without_a_signal_it_is_killed_at_once() -> None:
     ended.wait()
     end_processes([ended, parent])
     assert parent.returncode == -signal.SIGKILL and is_gone(child) and ended.returncode == 0
+
+
+def test_free_ports_are_apart_from_those_of_connections() -> None:
+    found = {free_port() for _ in range(200)}
+    assert found <= set(LISTENING_PORTS) and len(found) > 190
+    kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not kernel.exists() or int(kernel.read_text().split()[0]) != 32768:
+        pytest.skip("this machine's ports of connections are not Linux's defaults")
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(200)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        assert not {each.getsockname()[1] for each in sockets} & set(LISTENING_PORTS)
+
+
+def test_a_port_that_is_taken_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", free_port()))
+        ports = [one.getsockname()[1], other.getsockname()[1]]
+        monkeypatch.setattr(child_processes, "LISTENING_PORTS", ports)
+        for _ in range(20):
+            assert free_port() not in ports
+        other.close()
+        assert {free_port() for _ in range(20)} == {ports[1]}
