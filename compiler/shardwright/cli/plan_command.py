@@ -51,6 +51,7 @@ from shardwright.report.plan_sentences import (
     not_calibrated_text,
     other_engine_text,
     rejected_faster_text,
+    slowdown_reason,
     slowdown_text,
     slower_region_text,
     smaller_cluster_batch_text,
@@ -419,7 +420,8 @@ def plan_text_lines(
     if slower:
         lines.append("slower than row 1:")
         lines += [
-            f"  {slower_region_text(region):38} {slowdown_text(region):>9}  {region.because}"
+            f"  {slower_region_text(region):38} {slowdown_text(region):>9}  "
+            f"{slowdown_reason(region)}"
             for region in slower[:MAX_SLOWER_REGIONS]
         ]
         if len(slower) > MAX_SLOWER_REGIONS:

@@ -13,6 +13,7 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.engines.engine_table import AUTO_TARGET
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
+from shardwright.report.plan_sentences import is_tested_on_gpus
 from shardwright.search.engine_choice import OtherEngine, uncompared_engines_reason
 from shardwright.search.layout_comparison import largest_loss
 from shardwright.search.ranking_penalties import complexity_features, risk_adjusted_seconds
@@ -284,17 +285,26 @@ def _other_engine(best: Estimate, other: OtherEngine) -> Variants:
     if other.slower > 0:
         head = f"{name} would take {step} ({other.slower:+.1%})"
         return (f"{head} with {letters}: {other.because}", f"{head} with {letters}", head)
-    head = f"{name} would be {-other.slower:.1%} faster ({step})"
+    faster = f"{-other.slower:.1%} faster"
+    untested = "" if is_tested_on_gpus(name) else " (untested on GPUs)"
+    head = f"{name}{untested} would be {faster} ({step})"
     if other.wins:
         advice = f"write target: {name}"
-        return (f"{head} with {letters}: {advice}", f"{head}: {advice}", head)
+        return (
+            f"{head} with {letters}: {advice}",
+            f"{head}: {advice}",
+            f"{name}{untested} is {faster}: {advice}",
+            f"{name}{untested} is {faster}",
+        )
     if other.peak_bytes > best.memory.capacity_bytes * (1 - _headroom()):
-        why = ", but may not fit"
+        why = short_why = ", but may not fit"
     else:
-        why = ", within the error, but more complex"
+        short_why = ", within the error"
+        why = f"{short_why}, but more complex"
     return (
         f"{head} with {letters}, but {other.because}",
         f"{head}{why}",
-        f"{name} is {-other.slower:.1%} faster{why}",
-        f"{name} is {-other.slower:.1%} faster",
+        f"{name}{untested} is {faster}{why}",
+        f"{name}{untested} is {faster}{short_why}",
+        f"{name}{untested} is {faster}",
     )

@@ -11,6 +11,7 @@ from shardwright.cost.diloco_costs import ISLANDS, IslandsCost
 from shardwright.cost.goodput import Goodput, MemoryCopyCost
 from shardwright.cost.prediction_errors import LEAST_RUNS, LEAST_SOURCES, error_benchmark
 from shardwright.cost.scoring_cost import ScoringCost
+from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
 from shardwright.recipe.objectives import NEXT_TOKEN
@@ -171,6 +172,13 @@ def slowdown_text(region: SlowerRegion) -> str:
     return f"{'' if region.at_least is None else '>='}{region.nearest:+.1%}"
 
 
+def slowdown_reason(region: SlowerRegion) -> str:
+    """Return why the region's best priced layout is slower; with its own step, where slowdown_text
+    is of layouts that are not priced."""
+    own = "" if region.at_least is None else f"best priced {region.slower:+.1%}, "
+    return f"{own}{region.because}"
+
+
 def rejected_faster_text(found: RejectedFasterLayout) -> str:
     """Return why a faster layout is not the chosen one: it may not fit, or needs more features."""
     what = found.strategy.describe()
@@ -216,13 +224,19 @@ def chosen_kernels_text(chosen: ChosenKernels) -> str:
 
 def other_engine_text(other: OtherEngine) -> str:
     """Return what the best layout under another engine takes, and why one of the two loses."""
+    untested = "" if is_tested_on_gpus(other.target) else f"; {other.target} is not tested on GPUs"
     taken = f"target: auto takes {other.chosen}; " if other.automatic else ""
     loser = other.chosen if other.wins else other.target
     return (
         f"{taken}the best step under target: {other.target} would take {other.step_seconds:.3g} "
         f"s ({other.slower:+.1%}), {other.strategy.describe()}; {loser} ranks lower: "
-        f"{other.because}"
+        f"{other.because}{untested}"
     )
+
+
+def is_tested_on_gpus(target: str) -> bool:
+    """Return whether training under this engine was compared with single processes on GPUs too."""
+    return "SW3168" not in ENGINES[target].rules
 
 
 def cluster_bound_text(sizing: ClusterSizing) -> str:

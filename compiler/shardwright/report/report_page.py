@@ -42,6 +42,7 @@ from shardwright.report.plan_sentences import (
     objective_lines,
     recovery_lines,
     rejected_faster_text,
+    slowdown_reason,
     slowdown_text,
     slower_region_text,
 )
@@ -138,6 +139,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         slower_regions=space.slower_regions[:MAX_SLOWER_REGIONS],
         slower_region_text=slower_region_text,
         slowdown_text=slowdown_text,
+        slowdown_reason=slowdown_reason,
         words=Layout.describe,
         inside=in_layer_collectives_text(plan.strategy),
         run=run,

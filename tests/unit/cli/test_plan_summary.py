@@ -263,11 +263,14 @@ def test_what_the_other_engine_would_give(tmp_path: Path, monkeypatch: pytest.Mo
     letters = "with TP 2, PP 4, DP 16, ZeRO-1"
     assert engine() == f"megatron would take 63.4 s (+10.0%) {letters}"
     assert engine(slower=-0.2, wins=True) == (
-        "megatron would be 20.0% faster (63.4 s): write target: megatron"
+        "megatron (untested on GPUs) is 20.0% faster: write target: megatron"
     )
-    assert engine(slower=-0.1) == ("megatron is 10.0% faster, within the error, but more complex")
+    assert engine(slower=-0.1) == ("megatron (untested on GPUs) is 10.0% faster, within the error")
     tight = int(0.99 * best.memory.capacity_bytes)
-    assert engine(slower=-0.1, peak_bytes=tight).endswith("(63.4 s), but may not fit")
+    assert engine(slower=-0.1, peak_bytes=tight).endswith("10.0% faster, but may not fit")
+    assert engine(target="deepspeed", chosen="megatron", slower=-0.1) == (
+        "deepspeed is 10.0% faster, within the error, but more complex"
+    )
     assert engine(slower=0.0).startswith("megatron would take as long")
 
 

@@ -105,6 +105,8 @@ def test_the_other_engines_best_stands_beside_a_plan(target: str, other: str) ->
         f"; deepspeed ranks lower: {found.because}" in other_engine_text(found)
         and " s against " in found.because
     )
+    note = "; megatron is not tested on GPUs"
+    assert other_engine_text(found).endswith(note) == (other == "megatron")
 
 
 def test_pins_that_the_other_engine_does_not_have_are_left_out() -> None:

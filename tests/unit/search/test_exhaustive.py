@@ -16,6 +16,7 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import CHECKPOINTING, Objective, PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.report.plan_sentences import slowdown_reason, slowdown_text
 from shardwright.search.layout_comparison import pareto_front, slower_regions
 from shardwright.search.layout_resolution import estimate_checked_layout, estimate_layout
 from shardwright.search.layout_search import rank_key, search
@@ -112,6 +113,9 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     told = slower_regions(recipe, pruned.ranked, pruned.skipped)
     assert told and all(lost[r.where] >= r.nearest * (1 - 1e-9) for r in told)
     assert all(lost[r.where] == r.slower for r in told if r.at_least is None)
+    bounded = dataclasses.replace(told[0], at_least=told[0].slower / 2)
+    assert slowdown_text(bounded) == f">={told[0].slower / 2:+.1%}"
+    assert slowdown_reason(bounded) == f"best priced {told[0].slower:+.1%}, {told[0].because}"
     near = {e.strategy for e in complete.ranked if penalized_seconds(recipe, e) <= limit}
     near |= {e.strategy for e in complete.ranked if e.time.step_seconds <= best.time.step_seconds}
     left_out = near - {e.strategy for e in pruned.ranked}
