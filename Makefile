@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-more test-light install-light test-hosts prove prove-megatron prove-list lint lint-light generated golden build fit-cost bench-cost bench-schedule bench-gpu
+.PHONY: help setup demo test test-more test-light install-light test-hosts prove prove-megatron prove-list proof-page lint lint-light generated golden build fit-cost bench-cost bench-schedule bench-gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -72,8 +72,8 @@ test-hosts: setup ## hosts and schedulers that are not there, on this machine; n
 	apt-get install -y -qq --no-install-recommends openssh-server pdsh iproute2 munge slurm-wlm openmpi-bin
 	$(BIN)/python -m pytest -m 'hosts and not prove' tests/launch
 
-prove: setup ## the full counts in pieces; those whose result in benchmarks/ is of this code are left out (PIECES="parity lora" runs only these, AGAIN=1 runs them anyway)
-	$(BIN)/python -m tools.prove $(PIECES) $(if $(AGAIN),--again)
+prove: setup ## the full counts in pieces, hours in all; what has passed on these files is left out (PIECES="parity lora" or FOR="checkpoint vision" for a part, JOBS=3 at a time, AGAIN=1 for all)
+	$(BIN)/python -m tools.prove $(PIECES) --for $(FOR) --jobs $(or $(JOBS),1) $(if $(AGAIN),--again)
 
 # Megatron-Core 0.19 wants Python 3.12, for which PyPI's torch is the CUDA build: about 5 GB, of which nothing runs.
 LATER := build/megatron-3.12
@@ -87,8 +87,12 @@ $(LATER)/.installed: pyproject.toml constraints.txt
 	$(LATER)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[lora,megatron]' pytest hypothesis
 	touch $@
 
-prove-list: setup ## the pieces of make prove: how old each result is and how long it took
-	$(BIN)/python -m tools.prove --list
+prove-list: setup ## the pieces of make prove (PIECES=, FOR=)
+	$(BIN)/python -m tools.prove --list $(PIECES) --for $(FOR)
+
+proof-page: setup ## docs/proof.md and the tables of support, from what make prove found
+	$(BIN)/python -m tools.generate support_matrix
+	$(BIN)/python -m tools.generate.proof_page
 
 fit-cost: setup ## fit the cost model's constants to the published rows; writes cost/constants.json
 	$(BIN)/python -m tools.fit_cost

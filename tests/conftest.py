@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["tools.prove.pytest_proofs", "tests.missing_packages"]
+pytest_plugins = ["tools.prove.pytest_results", "tests.missing_packages"]
 
 # With torch and transformers imported, a full collection looks at a million objects that stay: by
 # Python's own thresholds an eighth of the tests' time.

@@ -10,7 +10,6 @@ runs that are in the folder already are read.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.monitor.gradient_noise_scale import ratio_of_means, read_step_noise
-from tools.prove.proof_ledger import ROOT
+from tools.prove.proof_results import ROOT, stamp
 
 FILE = ROOT / "benchmarks" / "batch-size.json"
 TARGET = 2.0
@@ -160,7 +159,7 @@ def main() -> None:
             noise = estimate_step_noise(folder / f"{batch}-{rate:g}", batch, curves[rate])
     fewest, bills = both_bills(steps)
     document = {
-        "date": datetime.date.today().isoformat(),
+        **stamp(),
         "command": "python -m tools.bench_batch_size",
         "target": TARGET,
         "runs": runs,

@@ -6,7 +6,6 @@ Writes benchmarks/gloo.json, which cost/collective_seconds.py speaks of.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import tempfile
@@ -19,6 +18,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+
+from tools.prove.proof_results import stamp
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "gloo.json"
 NUMEL = 1 << 22
@@ -62,7 +63,7 @@ def main() -> None:
                 Path(folder, "found.json").read_text(encoding="utf-8")
             )
     document = {
-        "date": datetime.date.today().isoformat(),
+        **stamp(),
         "command": "python -m tools.bench_gloo",
         "cores": os.cpu_count(),
         "megabytes": round(4 * NUMEL / 1e6, 1),

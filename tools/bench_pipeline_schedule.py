@@ -27,7 +27,7 @@ from tests.schedule.engine import (
     partitions,
     simulated,
 )
-from tools.prove.proof_ledger import stamp
+from tools.prove.proof_results import stamp
 
 FILE = ROOT / "benchmarks" / "schedule.json"
 REPEATS = 3
@@ -121,7 +121,7 @@ def main() -> dict[str, Any]:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         result = {
-            **stamp("schedule"),
+            **stamp(),
             "command": "make bench-schedule",
             "load_at_start": load,
             "steps": steps(Path(folder)),

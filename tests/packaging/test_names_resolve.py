@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,18 +192,3 @@ def test_make_runs_what_is_there() -> None:
 def test_the_search_finds_what_is_gone(source: str, named: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(source)
     assert missing(tmp_path / "a.py") == named
-
-
-def test_mutations_name_tests_that_are_there() -> None:
-    """A mutation whose test has moved would be found when `make prove` is run, weeks later."""
-    gone = []
-    for path in sorted((ROOT / "tests" / "mutations").glob("*.json")):
-        for mutation in json.loads(path.read_text(encoding="utf-8")):
-            # Whose texts are all there, whatever became of the code.
-            assert not any(file.startswith("tests/mutations/") for file, *_ in mutation["edits"])
-            for test in mutation["tests"]:
-                file, _, function = test.partition("::")
-                name = re.split(r"\[|::", function)[0]  # a class, or a function
-                if not (ROOT / file).exists() or (name and name not in names_in(ROOT / file)):
-                    gone.append((mutation["undone"], test))
-    assert gone == []

@@ -1,10 +1,9 @@
-"""The support matrix is what the benchmarks measured, for every causal-LM type of the installed
-transformers."""
+"""The support matrix is what runs found, for every causal-LM type of the installed transformers."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -13,15 +12,36 @@ from shardwright.diagnostics.code_registry import CODES
 from shardwright.models import model_support
 from tools.generate import support_matrix as matrix
 
+EMPTY: dict[str, Any] = {
+    "columns": {c: {"date": ""} for c in (*matrix.COLUMNS, *matrix.VLM_COLUMNS)},
+    "types": {},
+}
+DATE = "2026-01-02"
 
-def test_support_json_is_what_the_benchmarks_compose_to() -> None:
-    assert model_support.support_text() == matrix.text(matrix.compose()), "run `make generated`"
-    assert model_support.support_text("image-text-to-text") == matrix.text(matrix.compose_vlm()), (
-        "run `make generated`"
-    )
+
+def committed(task: str = "text") -> dict[str, Any]:
+    text = {
+        "text": model_support.support_text(),
+        "vlm": model_support.support_text("image-text-to-text"),
+    }
+    return dict(json.loads(text[task]))
 
 
-def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
+def test_without_a_run_the_tables_stay_as_they_are() -> None:
+    for task, compose in (("text", matrix.compose), ("vlm", matrix.compose_vlm)):
+        document = compose({}, committed(task))
+        assert document == committed(task), "python -m tools.generate support_matrix"
+        assert json.loads(matrix.text(document)) == document
+
+
+def test_a_new_type_is_untested_until_a_run_names_it() -> None:
+    before = committed()
+    del before["types"]["llama"]
+    cells = matrix.compose({}, before)["types"]["llama"]
+    assert {cell["verdict"] for cell in cells.values()} == {"untested"}
+
+
+def test_what_the_zoo_says_of_types_that_see() -> None:
     cases = {
         "llava": {"verdict": "proved", "loss": 1.234e-6, "norm": 1e-7, "weights": 1e-8},
         "udop": {
@@ -32,16 +52,15 @@ def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
         },
         "fuyu": {"verdict": "not proved", "reason": "no tower"},
     }
-    (tmp_path / "zoo-vlm-zero.json").write_text(json.dumps({"date": "2026-01-02", "cases": cases}))
-    document = matrix.compose_vlm(tmp_path)
+    document = matrix.compose_vlm({"zoo-vlm-zero": (DATE, cases)}, EMPTY)
     assert (
-        document["columns"]["zero"]["date"] == "2026-01-02"
+        document["columns"]["zero"]["date"] == DATE
         and set(document["types"]) == model_support.vision_language_types()
     )
     found = {t: document["types"][t]["zero"] for t in cases}
     assert found["llava"] == {"verdict": "verified", "loss": 1.2e-6, "norm": 1e-7, "weights": 1e-8}
     assert found["udop"] == {"verdict": "refused", "code": "SW2017", "reason": "an encoder-decoder"}
-    assert found["fuyu"] == {"verdict": "untested", "code": "", "reason": "no tower"}
+    assert found["fuyu"] == {"verdict": "untested", "reason": "no tower"}
     assert document["types"]["llava"]["pipeline"]["verdict"] == "untested"
 
 
@@ -58,18 +77,20 @@ def test_every_type_has_every_column() -> None:
             assert cell.verdict != "verified" or None not in (cell.loss, cell.norm, cell.weights)
 
 
-def composed(folder: Path, area: str, case: dict[str, object]) -> dict[str, dict[str, object]]:
-    document = {"date": "2026-01-02", "cases": {"llama": case}}
-    (folder / f"{area}.json").write_text(json.dumps(document))
-    cells: dict[str, dict[str, object]] = matrix.compose(folder)["types"]["llama"]
+def composed(area: str, case: dict[str, object]) -> dict[str, dict[str, object]]:
+    document = matrix.compose({area: (DATE, {"llama": case})}, EMPTY)
+    cells: dict[str, dict[str, object]] = document["types"]["llama"]
     return cells
 
 
 FIGURES = {"loss": 1.23456e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0, "unused": 0}
 
 
-def test_no_run_is_untested(tmp_path: Path) -> None:
-    cells = composed(tmp_path, "zoo-zero", {"verdict": "proved", **FIGURES})
+def test_a_run_replaces_its_column_alone() -> None:
+    document = matrix.compose(
+        {"zoo-zero": (DATE, {"llama": {"verdict": "proved", **FIGURES}})}, committed()
+    )
+    cells = document["types"]["llama"]
     assert cells["zero"] == {
         "verdict": "verified",
         "loss": 1.2e-7,
@@ -77,34 +98,49 @@ def test_no_run_is_untested(tmp_path: Path) -> None:
         "weights": 2e-8,
         "sharded": 1.0,
     }
-    assert {cells[c]["verdict"] for c in model_support.COLUMNS[1:]} == {"untested"}
-    assert {
-        c["zero"]["verdict"] for t, c in matrix.compose(tmp_path)["types"].items() if t != "llama"
-    } == {"untested"}
+    before = committed()["types"]
+    assert all(cells[c] == before["llama"][c] for c in model_support.COLUMNS[1:])
+    assert {c["zero"]["verdict"] for t, c in document["types"].items() if t != "llama"} == {
+        "untested"
+    }
 
 
-def test_a_refusal_keeps_its_code_and_reason(tmp_path: Path) -> None:
-    cells = composed(
-        tmp_path, "zoo-pipeline", {"verdict": "refused", "refused": "SW2016", "reason": "why"}
-    )
+def test_a_refusal_keeps_its_code_and_reason() -> None:
+    cells = composed("zoo-pipeline", {"verdict": "refused", "refused": "SW2016", "reason": "why"})
     assert cells["pipeline"] == {"verdict": "refused", "code": "SW2016", "reason": "why"}
 
 
 @pytest.mark.parametrize("verdict", ["wrong", "error"])
-def test_what_went_wrong_is_not_proved(verdict: str, tmp_path: Path) -> None:
+def test_what_went_wrong_is_not_proved(verdict: str) -> None:
     cells = composed(
-        tmp_path, "zoo-pipeline", {"verdict": verdict, **(FIGURES if verdict == "wrong" else {})}
+        "zoo-pipeline", {"verdict": verdict, **(FIGURES if verdict == "wrong" else {})}
     )
     assert cells["pipeline"]["verdict"] == "untested" and "its run" in str(
         cells["pipeline"]["reason"]
     )
 
 
-def test_a_type_that_is_cut_in_part_is_not_sharded(tmp_path: Path) -> None:
-    cells = composed(tmp_path, "zoo-tensor", {"verdict": "proved", **FIGURES, "sharded": 0.5})
+def test_a_type_that_is_cut_in_part_is_not_sharded() -> None:
+    cells = composed("zoo-tensor", {"verdict": "proved", **FIGURES, "sharded": 0.5})
     assert cells["tensor_sharded"]["verdict"] == "untested" and "50%" in str(
         cells["tensor_sharded"]["reason"]
     )
+
+
+def test_what_a_type_gets_of_tensor_parallelism() -> None:
+    proved, refused = {"verdict": "proved"}, {"verdict": "refused", "reason": "why"}
+    planned = dict.fromkeys(matrix.RUNNABLE, refused)
+    gathered = dict.fromkeys(matrix.RUNNABLE, proved)
+    planned |= {
+        "llama": {**proved, "whole": ["norm"]},
+        "falcon/multi_query": {**proved, "whole": ["b", "a"]},
+    }
+    gathered |= {"gpt2": refused}
+    verified, unsplit = matrix.tensor_tables(planned, gathered)
+    assert verified["llama"] == verified["falcon"] == "sharded"
+    assert unsplit == {"llama": ["norm"], "falcon": ["a", "b"]}
+    assert verified["gpt2"] == {"refused": "why"} and verified["mistral"] == "fallback"
+    assert list(verified) == list(json.loads(matrix.TENSOR_VERIFIED.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from tools.fit_cost.published_runs import (
     load_own_cases,
     resolved_layout,
 )
-from tools.prove.proof_ledger import stamp
+from tools.prove.proof_results import stamp
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
 # What `plan` prints beside its figures.
@@ -287,7 +287,7 @@ def main() -> None:
         "peers": PEERS,
     }
     FILE.write_text(
-        json.dumps({"command": "make bench-cost", **stamp("cost"), **document}, indent=1) + "\n"
+        json.dumps({"command": "make bench-cost", **stamp(), **document}, indent=1) + "\n"
     )
     lines = table(
         "each project left out of the fit",

@@ -32,7 +32,6 @@ GENERATORS = (
     "docs_pages",
     "lint_page",
     "command_outputs",
-    "proof_page",  # compares digests of the code, generated tables included
 )
 
 

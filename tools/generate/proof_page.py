@@ -1,187 +1,145 @@
-"""Writes the table of docs/proof.md, what `make prove` measured, from benchmarks/*.json.
+"""`make proof-page`: writes the table of docs/proof.md from what `make prove` found.
 
-In the table and in the text, it marks the links to files that are older than their code.
+A row is replaced where a run under build/prove/ has its piece; the others stay. The last column is
+counted anew.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from tests.figures import worst_of_cases
-from tools.prove.proof_ledger import BENCHMARKS, ROOT, state
-from tools.prove.proof_pieces import BENCHES, PIECES
+from tools.prove.proof_pieces import PIECES
+from tools.prove.proof_results import ROOT, git, runs
 
 PAGE = ROOT / "docs" / "proof.md"
-BEGIN, END = "<!-- made by `make generated` from benchmarks/ -->", "<!-- end -->"
-OLDER = "†"
-"""Marks a link to figures that were measured on other code than this."""
-NOTE = (
-    f"{OLDER} The measured code has changed since this measurement. `make prove-list` lists the "
-    "pieces to run again."
+BEGIN, END = "<!-- made by `make proof-page` -->", "<!-- end -->"
+HEAD = (
+    "| what is compared | date | commit | cases | largest deviation | commits since |",
+    "|---|---|---|---|---|---|",
 )
-LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))(\s+{OLDER})?")
-
-AREAS = {
-    "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
-    "parity-wide": "expert ranks and context ranks, 8 steps",
-    "optimizers": "Muon, Lion, Adafactor and 8-bit AdamW",
-    "preference": "preference objectives and reward models",
-    "distillation": "distillation from a teacher's scores",
-    "islands": "several islands, compared with one process",
-    "random-runs": "random recipes, compared with a plain loop, four steps and a resume",
-    "resume": "resume after losing the last checkpoint",
-    "resume-matrix": "resume on another layout, five steps",
-    "recovery": "30 random faults in one run, compared with an uninterrupted one",
-    "recovery-hosts": "a lost host, planned again for those that are left",
-    "zoo-zero": "every causal-LM type, data 2, ZeRO-2",
-    "zoo-pipeline": "every causal-LM type, pipeline 2",
-    "zoo-tensor": "every causal-LM type, tensor 2, layers sharded",
-    "zoo-tensor-fallback": "every causal-LM type, tensor 2, outputs gathered",
-    "zoo-pipeline-tensor": "every causal-LM type, pipeline 2 x tensor 2",
-    "zoo-expert": "every mixture of experts, expert 2 over data 2",
-    "zoo-pipeline-expert": "every mixture of experts, pipeline 2 x expert 2",
-    "zoo-context": "every causal-LM type, context 2",
-    "zoo-pipeline-context": "every causal-LM type, pipeline 2 x context 2",
-    "zoo-vlm": "every vision-language type, split into layers",
-    "zoo-vlm-pipeline": "every vision-language type, pipeline 2",
-    "zoo-vlm-zero": "every vision-language type, data 2, ZeRO-3",
+KEYS = {
+    "loss": ("loss", "loss_absolute", "loss_difference"),
+    "norm": ("norm", "norm_relative"),
+    "weights": ("weights", "weight", "weight_absolute"),
 }
-_KEYS = {
-    "parity": ("loss_absolute", "norm_relative", "weight_absolute"),
-    "zoo": ("loss", "norm", "weights"),
-    "islands": ("loss", "norm", "weight"),
-    "optimizers": ("loss", "norm", "weight"),
-    "preference": ("loss", "norm", "weight"),
-    "distillation": ("loss", "norm", "weight"),
-    "recovery": ("loss_difference", "", ""),
-}
+"""What the page calls a deviation -> its names in a case. Norms are relative."""
+WITHOUT_DEVIATION = {"verify", "noise-scale", "islands-network", "tiny-vision"}
+"""Areas whose figures are not deviations of a layout: planted faults, noise, seconds, learning."""
 
-WORDS = {
-    "older": "older than the code that it speaks of",
-    "unstamped": "has no digest: written before files had one",
-}
+WORDS = {"refused": "rejected", "not proved": "not verified"}
+"""Verdict of a case that does not count as working -> the page's word."""
+
+Rows = dict[str, list[str]]
+"""Title -> date, commit, cases, largest deviation."""
 
 
-VERDICTS = {
-    "refused": "rejected",
-    "not proved": "not verified",
-    "wrong": "wrong",
-    "error": "error",
-}
-"""Verdict in benchmarks/*.json -> the page's word for it."""
+def titles() -> dict[str, tuple[str, str]]:
+    """Row title -> (piece, area); the area is empty where a piece records none."""
+    found = {}
+    for name, piece in PIECES.items():
+        for area in piece.areas or ("",):
+            title = f"{piece.title}: {area}" if len(piece.areas) > 1 else piece.title
+            found[title] = (name, area)
+    return found
 
 
-def table() -> str:
-    """A markdown table; areas that were not measured are left out."""
-    rows = [
-        (
-            "| `make prove`, two CPU cores | date | cases | largest loss difference | of gradient "
-            "norms, relative | of weights |"
-        ),
-        "|---|---|---|---|---|---|",
+def rows_of(page: str) -> Rows:
+    """The rows that a page has."""
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    lines = [line for line in table.splitlines() if line.startswith("|")][len(HEAD) :]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {title: values[:4] for title, *values in cells}
+
+
+def measured(found: list[dict[str, Any]]) -> Rows:
+    """The rows of runs, oldest first: of each piece that passed, its last."""
+    rows = {}
+    for run in found:
+        for title, (piece, area) in titles().items():
+            document = run["pieces"].get(piece, {"outcome": "not run"})
+            if document["outcome"] == "passed":
+                cases = document["cases"].get(area, {})
+                commit = run["commit"][:10] + ("+" if run.get("uncommitted") else "")
+                rows[title] = [
+                    document["date"],
+                    commit,
+                    counted(cases) if cases else f"tests: {document['tests']}",
+                    "" if area in WITHOUT_DEVIATION else deviation(cases),
+                ]
+    return rows
+
+
+def counted(cases: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many cases there are, and how they ended."""
+    answers = [
+        case.get("verdict") or case.get("outcome") or _by_words(case) for case in cases.values()
     ]
-    for area, what in AREAS.items():
-        path = BENCHMARKS / f"{area}.json"
-        if path.exists():
-            document = json.loads(path.read_text(encoding="utf-8"))
-            if area.startswith("resume"):
-                cells = _resume(document)
-            else:
-                cells = (
-                    _random(document)
-                    if area == "random-runs"
-                    else _measured(area, document["cases"])
-                )
-            rows.append(
-                f"| [{what}](../benchmarks/{area}.json) | {document['date']} | "
-                f"{' | '.join(cells)} |"
-            )
-    return "\n".join(rows)
+    counts = Counter(answer for answer in answers if answer)
+    if counts:
+        well = counts.pop("proved", 0) + counts.pop("equal", 0)
+        others = "".join(f", {n} {WORDS.get(word, word)}" for word, n in sorted(counts.items()))
+        return f"{well} of {well + counts.total()} verified{others}"
+    half = sum(not _is_fp32(name, case) for name, case in cases.items())
+    return f"{len(cases) - half} in fp32, {half} in bf16 within 2 %" if half else f"{len(cases)}"
 
 
-def _resume(document: dict[str, Any]) -> list[str]:
-    cases = document["cases"].values()
-    if "loss_absolute" in next(iter(cases)):
-        return [
-            f"{len(cases)} pairs of layouts",
-            f"{worst_of_cases(cases, 'loss_absolute'):.1e}",
-            "",
-            "",
+def _by_words(case: Mapping[str, Any]) -> str:
+    """A case of words alone: verified in one way at least, or refused."""
+    if not case or not all(isinstance(value, str) for value in case.values()):
+        return ""
+    return "proved" if "proved" in case.values() else "refused"
+
+
+def deviation(cases: Mapping[str, Mapping[str, Any]]) -> str:
+    """The largest of each kind, of verified fp32 cases; what was not finite is named so."""
+    exact = [
+        case
+        for name, case in cases.items()
+        if _is_fp32(name, case) and case.get("verdict", case.get("outcome")) not in WORDS
+    ]
+    parts = []
+    for word, names in KEYS.items():
+        found = [
+            {"": case[name]}
+            for case in exact
+            for name in names
+            if not isinstance(case.get(name, ""), str | list | dict)
         ]
-    return [f"{sum(c['bit_for_bit'] for c in cases)} of {len(cases)} bit for bit", "", "", ""]
+        if found:
+            worst = worst_of_cases(found, "")
+            parts.append(f"{word} {worst:.1e}" if math.isfinite(worst) else f"{word} not finite")
+    return ", ".join(parts)
 
 
-def _random(document: dict[str, Any]) -> list[str]:
-    """Figures are of runs in fp32. Of training with dropout on several ranks validations alone are
-    compared."""
-    runs = [case for case in document["cases"].values() if "outcome" in case]
-    outcomes = [case["outcome"] for case in runs]
-    exact = [case for case in runs if case["outcome"] == "equal" and " bf16 " not in case["words"]]
-    count = f"{outcomes.count('equal')} of {len(runs)} equal, {outcomes.count('refused')} rejected"
-    return [
-        count,
-        *(
-            f"{worst_of_cases([c for c in exact if key in c], key):.1e}"
-            for key in ("loss", "norm", "weights")
-        ),
-    ]
+def _is_fp32(name: str, case: Mapping[str, Any]) -> bool:
+    words = f"{name} {case.get('words', '')} {case.get('precision', '')}"
+    return "bf16" not in words
 
 
-def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
-    keys = _KEYS[area.partition("-")[0]]
-    if "verdict" not in next(iter(cases.values())):
-        proved = [c for c in cases.values() if c.get("precision", "fp32") == "fp32"]
-        count = f"{len(proved)} in fp32"
-        if len(proved) < len(cases):
-            count += f"; {len(cases) - len(proved)} in bf16 within 2 %"
-    else:
-        verdicts = [c["verdict"] for c in cases.values()]
-        proved = [c for c in cases.values() if c["verdict"] == "proved"]
-        others = [
-            f"{verdicts.count(verdict)} {word}"
-            for verdict, word in VERDICTS.items()
-            if verdict in verdicts
-        ]
-        count = ", ".join([f"{len(proved)} of {len(cases)} verified", *others])
-    return [
-        count,
-        *(f"{worst_of_cases(proved, key):.1e}" if key in proved[0] else "" for key in keys),
-    ]
+def since(commit: str) -> str:
+    """How many commits came after it; a question mark where it is not in this history."""
+    return git("rev-list", "--count", f"{commit.rstrip('+')}..HEAD") or "?"
 
 
-def marked(page: str) -> frozenset[str]:
-    """The areas that the page marks as older than the code."""
-    return frozenset(area for _, area, mark in LINK.findall(page) if mark)
-
-
-def written(page: str, older: frozenset[str]) -> str:
+def written(page: str, new: Rows) -> str:
     before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    linked = {area for _, area, _ in LINK.findall(f"{before}{table()}{after}")}
-    note = f"\n\n{NOTE}" if older & linked else ""
-    page = f"{before}{BEGIN}\n{table()}{note}\n{END}{after}"
-
-    def mark(link: re.Match[str]) -> str:
-        return link[1] + ((link[3] or f" {OLDER}") if link[2] in older else "")
-
-    return LINK.sub(mark, page)
-
-
-def states() -> dict[str, str]:
-    """Each benchmarks/AREA.json that is there -> current | older | unstamped."""
-    areas = [*(area for piece in PIECES.values() for area in piece.areas), *BENCHES]
-    return {area: state(area) for area in areas if (BENCHMARKS / f"{area}.json").exists()}
+    after = rest.partition(END)[2]
+    rows = {**rows_of(page), **new}
+    lines = [
+        f"| {title} | {' | '.join(rows[title])} | {since(rows[title][1])} |"
+        for title in titles()
+        if title in rows
+    ]
+    return re.sub(" +\\|", " |", before + "\n".join([BEGIN, *HEAD, *lines, END]) + after)
 
 
 def main() -> None:
-    found = states()
-    older = frozenset(area for area, age in found.items() if age != "current")
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), older), encoding="utf-8")
-    for area in sorted(older):
-        print(f"benchmarks/{area}.json: {WORDS[found[area]]}")
-    print(f"{len(found) - len(older)} of {len(found)} files speak of the code as it is")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), measured(runs())), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Writes models/support.json and models/vlm_support.json from what `make prove` measured.
+"""Writes models/support.json, models/vlm_support.json and the two tables of tensor parallelism from
+what `make prove` found in the pieces zoo-*, of each the newest run under build/prove/.
 
-A type that a benchmark does not name is untested there; one that ended in an error or differed is
-not proved.
+A column whose piece has no run stays as it is. A type that a run does not name is untested there;
+one that ended in an error or differed is not verified.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,21 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
+from tests.zoo.configs import RUNNABLE, base_type
 from tests.zoo.overrides import IMPOSSIBLE
+from tools.prove.proof_results import newest_cases
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 SUPPORT = ROOT / "compiler" / "shardwright" / "models" / "support.json"
 VLM_SUPPORT = SUPPORT.with_name("vlm_support.json")
+TENSOR_VERIFIED = SUPPORT.with_name("tensor_verified.json")
+TENSOR_UNSPLIT = SUPPORT.with_name("tensor_unsplit.json")
 
-# column -> (benchmark, the recipe's parallelism keys that it was measured with)
+Cases = dict[str, dict[str, Any]]
+Found = Mapping[str, tuple[str, Cases]]
+"""Area of a piece -> (date, type -> case)."""
+
+# column -> (area, the recipe's parallelism keys that it was measured with)
 COLUMNS: dict[str, tuple[str, str]] = {
     "zero": ("zoo-zero", "data=2 zero_stage=2"),
     "pipeline": ("zoo-pipeline", "pipeline=2 zero_stage=1"),
@@ -47,66 +56,61 @@ LEAST_SHARDED = 0.95
 layers' matrices."""
 
 
-def compose(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
-    """The whole document of support.json."""
-    measured, columns = _measured(COLUMNS, benchmarks)
+def compose(found: Found, committed: dict[str, Any]) -> dict[str, Any]:
+    """The whole document of support.json. committed: the one that is there."""
     two_parts = _two_parts()
     others = sorted(set(CONFIG_MAPPING_NAMES) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     return {
-        "transformers": metadata.version("transformers"),
-        "columns": columns,
-        "types": {
-            t: {column: _cell(column, t, cases.get(t)) for column, cases in measured.items()}
-            for t in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        },
+        **_table(COLUMNS, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), found, committed),
         "decoders": sorted(two_parts & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
         "others": {t: "encoder-decoder" if t in two_parts else "" for t in others},
     }
 
 
-def compose_vlm(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
+def compose_vlm(found: Found, committed: dict[str, Any]) -> dict[str, Any]:
     """The whole document of vlm_support.json."""
-    measured, columns = _measured(VLM_COLUMNS, benchmarks)
+    types = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return {**_table(VLM_COLUMNS, types, found, committed), "decoders": [], "others": {}}
+
+
+def _table(
+    columns: dict[str, tuple[str, str]], types: list[str], found: Found, committed: dict[str, Any]
+) -> dict[str, Any]:
+    said = {}
+    cells: dict[str, dict[str, Any]] = {t: {} for t in types}
+    for column, (area, layout) in columns.items():
+        date, cases = found.get(area, (committed["columns"][column]["date"], None))
+        said[column] = {"area": area, "layout": layout, "date": date}
+        for t in types:
+            kept = committed["types"].get(t, {}).get(column)
+            if cases is None and kept is not None:
+                cells[t][column] = kept
+            else:
+                cells[t][column] = _cell(column, t, (cases or {}).get(t))
     return {
         "transformers": metadata.version("transformers"),
-        "columns": columns,
-        "types": {
-            t: {column: _vlm_cell(cases.get(t)) for column, cases in measured.items()}
-            for t in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-        },
-        "decoders": [],
-        "others": {},
+        "columns": said,
+        "types": cells,
     }
 
 
-def _measured(
-    wanted: dict[str, tuple[str, str]], benchmarks: Path
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
-    """(column -> type -> case, column -> what is said of it)"""
-    measured: dict[str, dict[str, Any]] = {}
-    columns: dict[str, dict[str, str]] = {}
-    for column, (name, layout) in wanted.items():
-        path = benchmarks / f"{name}.json"
-        document: dict[str, Any] = {"cases": {}, "date": ""}
-        if path.exists():
-            document = json.loads(path.read_text())
-        measured[column] = document["cases"]
-        columns[column] = {"benchmark": name, "layout": layout, "date": document["date"]}
-    return measured, columns
-
-
-def _vlm_cell(case: dict[str, Any] | None) -> dict[str, Any]:
-    if case is None:
-        return {"verdict": "untested", "reason": "no run of it under this layout"}
-    figures = {name: float(f"{case[name]:.2g}") for name in FIGURES if case.get(name) is not None}
-    if case["verdict"] == "proved":
-        return {"verdict": "verified", **figures}
-    verdict = "refused" if case["verdict"] == "refused" else "untested"
-    return {
-        "verdict": verdict,
-        "code": case.get("refused") or "",
-        "reason": case.get("reason") or case["verdict"],
-    }
+def tensor_tables(planned: Cases, gathered: Cases) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """tensor_verified.json (type -> "sharded", "fallback" or {"refused": why}) and
+    tensor_unsplit.json (sharded type -> its parameters that every rank holds unsharded)."""
+    verified: dict[str, Any] = {}
+    unsplit: dict[str, list[str]] = {}
+    for t in RUNNABLE:
+        shapes = [
+            case for s, case in planned.items() if base_type(s) == t and case["verdict"] == "proved"
+        ]
+        if shapes:
+            verified[t] = "sharded"
+            unsplit[t] = sorted({name for case in shapes for name in case["whole"]})
+        elif gathered[t]["verdict"] == "proved":
+            verified[t] = "fallback"
+        else:
+            verified[t] = {"refused": gathered[t]["reason"]}
+    return verified, unsplit
 
 
 def _cell(column: str, model_type: str, case: dict[str, Any] | None) -> dict[str, Any]:
@@ -125,7 +129,8 @@ def _cell(column: str, model_type: str, case: dict[str, Any] | None) -> dict[str
             }
         return {"verdict": "verified", **figures}
     reasons = {"error": "its run ended in an error", "wrong": "its run differed from the plain one"}
-    return {"verdict": "untested", "reason": reasons[case["verdict"]], **figures}
+    reason = case.get("reason") or reasons[case["verdict"]]
+    return {"verdict": "untested", "reason": reason, **figures}
 
 
 def _two_parts() -> set[str]:
@@ -150,7 +155,23 @@ def text(document: dict[str, Any]) -> str:
     )
 
 
-if __name__ == "__main__":
-    for path, document in ((SUPPORT, compose()), (VLM_SUPPORT, compose_vlm())):
-        path.write_text(text(document), encoding="utf-8")
+def _found(*tables: dict[str, tuple[str, str]]) -> Found:
+    areas = [area for table in tables for area, _ in table.values()]
+    return {area: cases for area in areas if (cases := newest_cases(area)) is not None}
+
+
+def main() -> None:
+    found = _found(COLUMNS, VLM_COLUMNS)
+    for path, composed in ((SUPPORT, compose), (VLM_SUPPORT, compose_vlm)):
+        committed = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(text(composed(found, committed)), encoding="utf-8")
         print(path)
+    if {"zoo-tensor", "zoo-tensor-fallback"} <= found.keys():
+        tables = tensor_tables(found["zoo-tensor"][1], found["zoo-tensor-fallback"][1])
+        for path, table in zip((TENSOR_VERIFIED, TENSOR_UNSPLIT), tables, strict=True):
+            path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,2 +1,2 @@
-"""`make prove`: the full counts in named pieces that resume, each result stamped with the code that
-it speaks of."""
+"""`make prove`: the full counts in named pieces that resume. The result of a run is one JSON file
+under build/prove/, outside git."""

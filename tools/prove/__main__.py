@@ -1,5 +1,5 @@
-"""`make prove`: runs the pieces whose results are missing, failed, or older than the code that they
-speak of. It says first how long that takes, and last which published figures it renewed."""
+"""`make prove`: runs the pieces that have not passed on the files as they are, and writes
+build/prove/TREE.json."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
-from tools.generate.proof_page import AREAS
-from tools.prove.proof_ledger import BENCHMARKS, ROOT, Ledger, digest_of, summary
-from tools.prove.proof_pieces import PIECES
+import psutil
+
+from tools.prove.proof_pieces import LOOKS_AT, PIECES
+from tools.prove.proof_results import ROOT, PieceResult, run_folder, stamp, write_run
 
 HOST_COMMANDS = ("ip", "pdsh", "sshd")
+GRACE_SECONDS = 20.0
+"""Between SIGTERM and SIGKILL, for tests to end the ranks that they started."""
+WRITING = threading.Lock()
 
 
 def main() -> int:
@@ -24,122 +32,110 @@ def main() -> int:
         "pieces", nargs="*", metavar="PIECE", help="only these (make prove PIECES='parity lora')"
     )
     parser.add_argument(
-        "--list",
-        action="store_true",
-        help="say how old each piece is and how long it took; run none",
+        "--for",
+        dest="subjects",
+        nargs="*",
+        default=[],
+        metavar="SUBJECT",
+        help=f"only the pieces that look at a package or feature: {', '.join(LOOKS_AT)}",
     )
-    parser.add_argument(
-        "--again", action="store_true", help="run a piece also where its result is current"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="pieces that run at the same time")
+    parser.add_argument("--again", action="store_true", help="run also what has passed")
+    parser.add_argument("--list", action="store_true", help="name the pieces; run none")
     arguments = parser.parse_args()
-    if unknown := set(arguments.pieces) - set(PIECES):
-        parser.error(f"no such piece: {', '.join(sorted(unknown))}. There are: {', '.join(PIECES)}")
-    chosen = arguments.pieces or list(PIECES)
+    for asked, known in ((arguments.pieces, PIECES), (arguments.subjects, LOOKS_AT)):
+        if unknown := sorted(set(asked) - set(known)):
+            parser.error(f"unknown: {', '.join(unknown)}. Choose from: {', '.join(known)}")
+    chosen = pieces_of(arguments.pieces, arguments.subjects)
     if arguments.list:
         print("\n".join(described(name) for name in chosen))
         return 0
-    due = [name for name in chosen if arguments.again or not is_current(name)]
-    print(forecast(due), flush=True)
-    before = published()
-    failed = [name for name in due if not run(name)]
-    print("\n".join(renewed(before, published())))
-    print(f"failed: {', '.join(failed)}" if failed else "every piece passed on this code")
+    run = run_folder()
+    stamp()  # of the files as they are now, whatever is committed during the run
+    if arguments.again:
+        for name in chosen:
+            PieceResult(name, run).forget()
+    beside = [name for name in chosen if not PIECES[name].alone]
+    alone = [name for name in chosen if PIECES[name].alone]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        passed = dict(zip(beside, pool.map(partial(run_piece, run=run), beside), strict=True))
+    passed |= {name: run_piece(name, run) for name in alone}
+    failed = [name for name, well in passed.items() if not well]
+    print(f"results: {run.with_suffix('.json').relative_to(ROOT)}; make proof-page shows them")
+    print(f"NOT passed: {', '.join(failed)}" if failed else f"{len(chosen)} pieces passed")
     return 1 if failed else 0
 
 
-def is_current(piece: str) -> bool:
-    line = summary().get(piece, {})
-    return line.get("outcome") == "passed" and line.get("digest") == digest_of(piece)
-
-
-def forecast(due: list[str]) -> str:
-    """How long the pieces take, by their last durations, less what has passed already on this
-    code."""
-    if not due:
-        return "nothing is due: every result is of this code (--again runs it anyway)"
-    timed = [piece for piece in due if piece in summary()]
-    seconds = sum(
-        max(0, summary()[piece]["seconds"] - Ledger(piece).passed_seconds()) for piece in timed
-    )
-    about = (
-        f"about {datetime.timedelta(seconds=round(seconds))}, by the durations in "
-        "benchmarks/prove.json"
-    )
-    untimed = [piece for piece in due if piece not in timed]
-    left_out = f"; never timed: {', '.join(untimed)}" if untimed else ""
-    return f"{len(due)} pieces are due ({', '.join(due)}): {about}{left_out}"
-
-
-def published() -> dict[str, bytes]:
-    """Area -> what its file in benchmarks/ holds."""
-    areas = (area for piece in PIECES.values() for area in piece.areas)
-    return {
-        area: path.read_bytes() for area in areas if (path := BENCHMARKS / f"{area}.json").exists()
-    }
-
-
-def renewed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
-    """A line for each published file that is another than before, with its row of docs/proof.md."""
-    areas = [area for area, content in after.items() if before.get(area) != content]
-    lines = [
-        f"renewed: benchmarks/{area}.json" + (f", {AREAS[area]}" if area in AREAS else "")
-        for area in areas
-    ]
-    return (
-        [*lines, "`make generated` writes docs/proof.md from them"]
-        if lines
-        else ["no published figure was renewed"]
-    )
+def pieces_of(pieces: list[str], subjects: list[str]) -> list[str]:
+    """Those that are named or look at a subject, in the table's order; all where none is asked
+    for."""
+    wanted = {*pieces, *(name for subject in subjects for name in LOOKS_AT[subject])}
+    return [name for name in PIECES if name in wanted or not wanted]
 
 
 def described(piece: str) -> str:
-    line = summary().get(piece)
-    if line is None:
-        return f"{piece:20s} never run"
-    age = (
-        "current"
-        if is_current(piece)
-        else "older than the code"
-        if line["outcome"] == "passed"
-        else line["outcome"]
-    )
-    took = datetime.timedelta(seconds=line["seconds"])
-    return (
-        f"{piece:20s} {age:20s} {line['date']}  {line['commit'][:7]}  {line['tests']:4d} "
-        f"tests  {took}"
+    """A line of --list."""
+    row = PIECES[piece]
+    notes = [note for note in ("hosts", "alone") if getattr(row, note)]
+    return f"{piece:21s} at most {row.minutes:3.0f} min  {row.title}" + (
+        f" ({', '.join(notes)})" if notes else ""
     )
 
 
-def run(piece: str) -> bool:
-    """Goes on where an earlier run of the same code was cut off. Whether all of its tests have
-    passed."""
-    if PIECES[piece].hosts and (missing := _missing()):
+def run_piece(piece: str, run: Path) -> bool:
+    """Run the tests of a piece that have not passed on this tree. Returns whether all have.
+
+    At the piece's deadline it is ended, with everything that it started.
+    """
+    row = PIECES[piece]
+    if row.hosts and (missing := _missing()):
         print(f"{piece}: needs {missing}; `make test-hosts` installs them", flush=True)
         return False
-    ledger = Ledger(piece)
+    result = PieceResult(piece, run)
+    log = run / f"{piece}.log"
+    before = len(result.passed())
+    print(f"{piece}: begins; {before} of its tests passed before on this tree", flush=True)
     began = time.monotonic()
-    print(f"{piece}: {len(ledger.passed())} tests passed before on this code", flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "prove",
-        "--prove-piece",
-        piece,
-        *PIECES[piece].tests,
-    ]
-    code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}).returncode
-    outcomes = {line["outcome"] for line in ledger.outcomes().values()}
-    # 5: every test had passed in an earlier run.
-    passed = code in (0, 5) and outcomes == {"passed"}
-    if code in (0, 1, 5) and outcomes:
-        ledger.publish("passed" if passed else "failed" if "failed" in outcomes else "skipped")
-    print(
-        f"{piece}: {'passed' if passed else 'NOT passed'} after {time.monotonic() - began:.0f} s",
-        flush=True,
-    )
-    return passed
+    command = [sys.executable, "-m", "pytest", "-p", "tools.prove.pytest_results", "-m", "prove"]
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [*command, "--prove-piece", piece, "--prove-run", str(run), *row.tests],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = _wait(process, row.minutes * 60)
+        except subprocess.TimeoutExpired:
+            _end(process.pid)
+            code = -1
+    document = result.document(code)
+    with WRITING:
+        write_run(run, {piece: document})
+    took = datetime.timedelta(seconds=round(time.monotonic() - began))
+    print(f"{piece}: {document['outcome']}, {document['tests']} tests, {took}", flush=True)
+    if code < 0:
+        print(f"{piece}: ended at its deadline of {row.minutes:g} minutes", flush=True)
+    if document["outcome"] != "passed":
+        print("\n".join(log.read_text(encoding="utf-8").splitlines()[-30:]), flush=True)
+    return bool(document["outcome"] == "passed")
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:
+    return process.wait(seconds)
+
+
+def _end(pid: int) -> None:
+    """End a process and all that it started."""
+    parent = psutil.Process(pid)
+    family = [*parent.children(recursive=True), parent]
+    parent.terminate()
+    psutil.wait_procs([parent], timeout=GRACE_SECONDS)
+    for process in family:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(family, timeout=GRACE_SECONDS)
 
 
 def _missing() -> str:

@@ -1,197 +1,207 @@
-"""The pieces of `make prove`: which tests each runs, and which code its figures speak of.
+"""The pieces of `make prove`: short and often-red ones first.
 
-`source_paths` names what could change a figure: paths under compiler/shardwright, a folder or a
-file. The tests' own modules and the installed torch, transformers and DeepSpeed count always
-(digest.py). Every test marked `prove` is in exactly one piece (tests/tools/test_prove.py
-checks it).
+Every test marked `prove` is in exactly one piece (tests/tools/test_prove.py checks it).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MODEL = ("models", "recipe/recipe_types.py", "recipe/literal_types.py")
-"""What takes a model apart and builds it again."""
-DATA = ("data", "parallel/micro_batches.py")
-ENGINE = (
-    *MODEL,
-    "engines/trainer_protocol.py",
-    "engines/deepspeed",
-    "layout",
-    "parallel",
-    "plan",
-    "utils/json_values.py",
-)
-"""What makes losses, norms and weights, given a plan."""
-CHECKPOINTS = ("checkpoint", "engines/deepspeed/deepspeed_optimizer_shards.py")
-RUN = ("utils/run_lease.py", "train", "monitor/run_files.py")
-LAUNCH = (
-    "checkpoint",
-    "engines",
-    "launch",
-    "compile/compiled_folder.py",
-    "parallel",
-    "train",
-    "monitor",
-)
-TRAITS = (
-    "engines/engine_definition.py",
-    "engines/run_profiles.py",
-    "engines/assumed_runs.json",
-    "engines/engine_table.py",
-    "engines/deepspeed/deepspeed_capabilities.py",
-    "engines/megatron",
-)
-"""What the cost model and the rules read of engines."""
-COST = (
-    "cost",
-    "models/model_graph.py",
-    "layout",
-    "models/popular",
-    "search",
-    *TRAITS,
-)
-READ = (
-    "diagnostics",
-    "engines/deepspeed/ds_config_schema.py",
-    "engines/deepspeed/ds_config_schemas",
-    "lint",
-    "recipe",
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """tests: pytest's arguments, files or file::function. areas: the benchmarks/AREA.json that it
-    writes, by `proved(area, case, figures)`. hosts: wants root and the Debian packages that `make
-    test-hosts` installs."""
+    """title: what it compares, for docs/proof.md. tests: pytest's arguments, files or
+    file::function. minutes: its deadline. areas: what its tests record by `proved(area, case,
+    figures)`. hosts: wants root and the Debian packages that `make test-hosts`
+    installs. alone: measures seconds, so that no other piece runs at the same time."""
 
+    title: str
     tests: tuple[str, ...]
-    source_paths: tuple[str, ...]
+    minutes: int
     areas: tuple[str, ...] = ()
     hosts: bool = False
+    alone: bool = False
 
 
 _LAYOUTS = "tests/zoo/test_layouts.py"
 _VISION_LANGUAGE = "tests/zoo/test_vision_language.py"
 
+
+def _zoo(area: str, title: str, test: str, minutes: int) -> Piece:
+    return Piece(title=title, tests=(test,), minutes=minutes, areas=(area,))
+
+
 PIECES: dict[str, Piece] = {
-    # Quick ones first: a broken tree is found before the long ones begin.
+    "light-install": Piece(
+        title="commands without torch: size, seconds",
+        tests=("tests/packaging/test_light_install.py",),
+        minutes=10,
+        areas=("light-install",),
+        alone=True,
+    ),
+    "damaged-files": Piece(
+        title="every file of a run damaged, under every command",
+        tests=("tests/cli/test_damaged_files.py",),
+        minutes=15,
+    ),
+    "pages": Piece(
+        title="the commands of the pages",
+        tests=("tests/pages/test_commands.py",),
+        minutes=25,
+    ),
+    "recipes": Piece(
+        title="every recipe compiles",
+        tests=("tests/recipes/test_recipes.py",),
+        minutes=10,
+        areas=("recipes",),
+    ),
+    "published": Piece(
+        title="the planner against published runs",
+        tests=("tests/calibration/test_figures.py", "tests/calibration/test_published.py"),
+        minutes=15,
+    ),
+    "ds-config": Piece(
+        title="DeepSpeed's parser accepts random plans",
+        tests=("tests/cases/test_random_plans.py",),
+        minutes=10,
+        areas=("ds-config",),
+    ),
+    "megatron-args": Piece(
+        title="Megatron-Core's parser and modules accept random plans",
+        tests=("tests/megatron/test_arguments.py", "tests/megatron/test_low_precision.py"),
+        minutes=10,
+        areas=("megatron-args",),
+    ),
     "fuzz": Piece(
+        title="mutated inputs never end in a traceback",
         tests=(
             "tests/lint/test_fuzz.py",
             "tests/migrate/test_import.py",
             "tests/unit/data/test_fuzz.py",
             "tests/unit/models/test_fuzz.py",
         ),
-        source_paths=(*READ, "data", "migrate", "models", "utils/file_io.py"),
+        minutes=20,
         areas=("fuzz",),
     ),
-    "damaged-files": Piece(
-        tests=("tests/cli/test_damaged_files.py",),
-        source_paths=(
-            *("checkpoint", "cli", "compile", "diagnostics", "diloco", "launch", "monitor", "plan"),
-            *("recipe", "report", "train", "utils"),
-        ),
-    ),
-    "ds-config": Piece(
-        tests=("tests/cases/test_random_plans.py",),
-        source_paths=(
-            "engines/deepspeed",
-            "models/model_graph.py",
-            "layout",
-            "compile/compiled_folder.py",
-            "plan",
-            "search",
-        ),
-        areas=("ds-config",),
-    ),
-    "megatron-parity": Piece(
-        tests=("tests/megatron/test_parity.py::test_every_layout",),
-        source_paths=(
-            *MODEL,
-            "engines/megatron",
-            "engines/trainer_protocol.py",
-            "layout",
-            "parallel",
-            "plan",
-            *DATA,
-        ),
-        areas=("megatron-parity",),
-    ),
-    "megatron-resume": Piece(
-        tests=(
-            "tests/megatron/test_launch.py::test_every_pair_goes_on",
-            "tests/megatron/test_launch.py::test_states_move_everywhere",
-        ),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron"),
-        areas=("megatron-resume",),
-    ),
-    "megatron-schedule": Piece(
-        tests=("tests/schedule/test_megatron.py",),
-        source_paths=("layout", "engines/megatron/megatron_cpu_patches.py"),
-        areas=("megatron-schedule",),
-    ),
-    "megatron-args": Piece(
-        tests=("tests/megatron/test_arguments.py", "tests/megatron/test_low_precision.py"),
-        source_paths=(
-            "engines/megatron",
-            "models/model_graph.py",
-            "layout",
-            "lint",
-            "plan",
-            "search",
-        ),
-        areas=("megatron-args",),
-    ),
-    "mutations": Piece(tests=("tests/mutations/test_mutations.py",), source_paths=("",)),
-    "recipes": Piece(
-        tests=("tests/recipes/test_recipes.py",),
-        source_paths=(*COST, "compile/compiled_folder.py", "plan"),
-        areas=("recipes",),
-    ),
-    "plan-speed": Piece(
-        tests=("tests/recipes/test_plan_speed.py",),
-        source_paths=(*COST, "cli"),
-        areas=("plan-speed",),
-    ),
-    "light-install": Piece(
-        tests=("tests/packaging/test_light_install.py",),
-        source_paths=(*COST, "cli", "report", "utils/installation.py"),
-        areas=("light-install",),
+    "random-layouts": Piece(
+        title="random layouts: costs are consistent",
+        tests=("tests/unit/cost/test_random_layouts.py",),
+        minutes=10,
     ),
     "why-not": Piece(
-        tests=("tests/unit/cli/test_why_not.py",), source_paths=COST, areas=("why-not",)
+        title="--why-not answers for random layouts",
+        tests=("tests/unit/cli/test_why_not.py",),
+        minutes=15,
+        areas=("why-not",),
     ),
-    "random-runs": Piece(
-        tests=("tests/random_runs/test_random_runs.py",),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron", "engines/reference"),
-        areas=("random-runs",),
-    ),
-    "random-layouts": Piece(tests=("tests/unit/cost/test_random_layouts.py",), source_paths=COST),
-    "published": Piece(
-        tests=("tests/calibration/test_figures.py", "tests/calibration/test_published.py"),
-        source_paths=COST,
-    ),
-    "this-machine": Piece(
-        tests=("tests/calibration/test_this_machine.py",),
-        source_paths=(*COST, "calibrate", "engines/deepspeed", "parallel", "train"),
+    "traces": Piece(
+        title="memory and time of traced models",
+        tests=("tests/unit/models/test_trace.py",),
+        minutes=10,
     ),
     "shipped-graphs": Piece(
-        tests=("tests/unit/models/test_shipped_graphs.py",), source_paths=MODEL
+        title="shipped graphs are those that a trace gives",
+        tests=("tests/unit/models/test_shipped_graphs.py",),
+        minutes=15,
     ),
-    "traces": Piece(tests=("tests/unit/models/test_trace.py",), source_paths=MODEL),
-    "parity": Piece(
-        tests=("tests/parity/test_prove.py::test_parity",),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
-        areas=("parity",),
+    "tower": Piece(
+        title="FLOPs and memory of vision encoders",
+        tests=("tests/unit/models/test_vision.py",),
+        minutes=10,
+        areas=("tower",),
     ),
-    "parity-wide": Piece(
-        tests=("tests/parity/test_prove.py::test_wide_parity",),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
-        areas=("parity-wide",),
+    "scores": Piece(
+        title="scores of a reference or a teacher",
+        tests=("tests/parity/test_scores.py", "tests/launch/test_score.py"),
+        minutes=15,
+        areas=("scores",),
+    ),
+    "bytes": Piece(
+        title="bytes of each collective, as planned",
+        tests=("tests/parity/test_bytes.py",),
+        minutes=15,
+        areas=("bytes",),
+    ),
+    "roundtrip": Piece(
+        title="Hugging Face folders in and out",
+        tests=("tests/launch/test_roundtrip.py",),
+        minutes=10,
+        areas=("roundtrip",),
+    ),
+    "tiny-vision": Piece(
+        title="a tiny vision-language model learns",
+        tests=("tests/launch/test_tiny_vision.py",),
+        minutes=10,
+        areas=("tiny-vision",),
+    ),
+    "contrastive-parity": Piece(
+        title="contrastive embeddings",
+        tests=("tests/parity/test_contrastive.py",),
+        minutes=10,
+        areas=("contrastive-parity",),
+    ),
+    "hpz-parity": Piece(
+        title="hpZ over two nodes of ranks",
+        tests=("tests/parity/test_hpz.py",),
+        minutes=10,
+        areas=("hpz-parity",),
+    ),
+    "packing-parity": Piece(
+        title="packed documents", tests=("tests/parity/test_packing.py",), minutes=10
+    ),
+    "resume": Piece(
+        title="resume after losing the last checkpoint",
+        tests=("tests/parity/test_prove.py::test_resume",),
+        minutes=10,
+        areas=("resume",),
+    ),
+    "runs": Piece(
+        title="real data, a training loop of one's own, Accelerate",
+        tests=(
+            "tests/launch/test_accelerate.py",
+            "tests/launch/test_data.py",
+            "tests/launch/test_custom_training_loop.py",
+            "tests/launch/test_run.py",
+        ),
+        minutes=15,
+    ),
+    "autotp": Piece(
+        title="DeepSpeed's AutoTP",
+        tests=("tests/launch/test_autotp.py",),
+        minutes=10,
+        areas=("zoo-autotp",),
+    ),
+    "zoo-shapes": Piece(
+        title="copied key/value heads, payloads of every type",
+        tests=(
+            "tests/zoo/test_payload.py",
+            f"{_LAYOUTS}::test_key_value_heads_are_copied_where_there_are_fewer_than_ranks",
+        ),
+        minutes=10,
+    ),
+    "zoo-vlm": Piece(
+        title="every vision-language type, split into layers or refused",
+        tests=(
+            f"{_VISION_LANGUAGE}::test_every_type_comes_apart",
+            f"{_VISION_LANGUAGE}::test_what_is_not_proved_is_refused",
+        ),
+        minutes=10,
+        areas=("zoo-vlm",),
+    ),
+    "zoo-packing": Piece(
+        title="every causal-LM type",
+        tests=("tests/zoo/test_packing.py", "tests/zoo/test_chunked.py"),
+        minutes=15,
+        areas=("packing", "chunked"),
+    ),
+    "distillation": Piece(
+        title="distillation from a teacher's scores",
+        tests=("tests/parity/test_distillation.py", "tests/parity/test_distillation_trl.py"),
+        minutes=15,
+        areas=("distillation",),
     ),
     "optimizers": Piece(
+        title="Muon, Lion, Adafactor and 8-bit AdamW",
         tests=(
             "tests/parity/test_adafactor.py",
             "tests/parity/test_adamw_8bit.py",
@@ -199,295 +209,360 @@ PIECES: dict[str, Piece] = {
             "tests/parity/test_lion.py",
             "tests/parity/test_muon.py",
         ),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        minutes=15,
         areas=("optimizers",),
     ),
-    "preference": Piece(
-        tests=(
-            "tests/parity/test_preference.py",
-            "tests/parity/test_preference_trl.py",
-            "tests/launch/test_tiny_expert_and_context_recipes.py",
-        ),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
-        areas=("preference",),
-    ),
-    "preference-cost": Piece(
-        tests=("tests/launch/test_preference_cost.py",),
-        source_paths=(*ENGINE, *DATA, *RUN),
-        areas=("preference-cost",),
-    ),
-    "distillation": Piece(
-        tests=("tests/parity/test_distillation.py", "tests/parity/test_distillation_trl.py"),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
-        areas=("distillation",),
-    ),
-    "scores": Piece(
-        tests=("tests/parity/test_scores.py", "tests/launch/test_score.py"),
-        source_paths=(*ENGINE, *DATA, *RUN, "compile/forward_only_recipe.py"),
-        areas=("scores",),
-    ),
-    "chunked-parity": Piece(
-        tests=("tests/parity/test_chunked.py",),
-        source_paths=(*ENGINE, *DATA),
-        areas=("chunked-parity",),
-    ),
-    "hpz-parity": Piece(
-        tests=("tests/parity/test_hpz.py",), source_paths=(*ENGINE, *DATA), areas=("hpz-parity",)
-    ),
-    "lora": Piece(
-        tests=("tests/parity/test_lora.py",), source_paths=(*ENGINE, *DATA), areas=("lora",)
-    ),
     "evaluation": Piece(
+        title="held-out losses",
         tests=("tests/parity/test_evaluation.py",),
-        source_paths=(*ENGINE, *DATA, *RUN),
+        minutes=15,
         areas=("evaluation",),
     ),
-    "islands": Piece(
-        tests=(
-            "tests/launch/test_islands.py",
-            "tests/launch/test_islands_faults.py",
-            "tests/parity/test_islands.py",
-        ),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "diloco"),
-        areas=("islands",),
+    "zoo-expert": _zoo(
+        "zoo-expert",
+        "every mixture of experts, expert 2 over data 2",
+        f"{_LAYOUTS}::test_every_mixture_over_expert_ranks",
+        15,
     ),
-    "noise-scale": Piece(
-        tests=("tests/parity/test_noise_scale.py",),
-        source_paths=(*ENGINE, *DATA, *RUN, "monitor/gradient_noise_scale.py"),
-        areas=("noise-scale",),
+    "zoo-context": _zoo(
+        "zoo-context",
+        "every causal-LM type, context 2",
+        f"{_LAYOUTS}::test_every_type_over_context_ranks",
+        15,
     ),
-    "bytes": Piece(
-        tests=("tests/parity/test_bytes.py",), source_paths=(*ENGINE, *COST), areas=("bytes",)
+    "zoo-pipeline": _zoo(
+        "zoo-pipeline",
+        "every causal-LM type, pipeline 2",
+        f"{_LAYOUTS}::test_every_type_in_a_pipeline",
+        15,
     ),
-    "compiled": Piece(tests=("tests/parity/test_compiled.py",), source_paths=(*ENGINE, *DATA)),
-    "packing-parity": Piece(tests=("tests/parity/test_packing.py",), source_paths=(*ENGINE, *DATA)),
-    "contrastive-parity": Piece(
-        tests=("tests/parity/test_contrastive.py",),
-        source_paths=(*ENGINE, *DATA),
-        areas=("contrastive-parity",),
+    "zoo-zero": _zoo(
+        "zoo-zero",
+        "every causal-LM type, data 2, ZeRO-2",
+        f"{_LAYOUTS}::test_every_type_over_data_ranks",
+        15,
     ),
-    "vlm-parity": Piece(
-        tests=("tests/parity/test_vision_language.py",),
-        source_paths=(*ENGINE, *DATA),
-        areas=("vlm-parity",),
+    "zoo-tensor": Piece(
+        title="every causal-LM type, tensor 2",
+        tests=(f"{_LAYOUTS}::test_what_every_type_gets_of_tensor_parallelism",),
+        minutes=25,
+        areas=("zoo-tensor", "zoo-tensor-fallback"),
     ),
-    "tower": Piece(
-        tests=("tests/unit/models/test_vision.py",), source_paths=MODEL, areas=("tower",)
+    "zoo-pipeline-expert": _zoo(
+        "zoo-pipeline-expert",
+        "every mixture of experts, pipeline 2 x expert 2",
+        f"{_LAYOUTS}::test_every_mixture_in_a_pipeline_of_expert_ranks",
+        15,
     ),
-    "decoding": Piece(
-        tests=("tests/unit/data/test_image_rate.py",),
-        source_paths=(*DATA, "models", "plan"),
-        areas=("decoding",),
+    "zoo-pipeline-context": _zoo(
+        "zoo-pipeline-context",
+        "every causal-LM type, pipeline 2 x context 2",
+        f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_context_ranks",
+        15,
     ),
-    "tiny-vision": Piece(
-        tests=("tests/launch/test_tiny_vision.py",),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
-        areas=("tiny-vision",),
+    "zoo-pipeline-tensor": _zoo(
+        "zoo-pipeline-tensor",
+        "every causal-LM type, pipeline 2 x tensor 2",
+        f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_tensor_ranks",
+        15,
     ),
-    "resume": Piece(
-        tests=("tests/parity/test_prove.py::test_resume",),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
-        areas=("resume",),
+    "zoo-vlm-pipeline": _zoo(
+        "zoo-vlm-pipeline",
+        "every vision-language type, pipeline 2",
+        f"{_VISION_LANGUAGE}::test_every_type_in_a_pipeline",
+        15,
     ),
-    "resume-matrix": Piece(
-        tests=("tests/launch/test_resume_on_other_layouts.py",),
-        source_paths=(*ENGINE, *CHECKPOINTS),
-        areas=("resume-matrix",),
-    ),
-    "extra": Piece(
-        tests=("tests/launch/test_extra_ds_config_keys.py",),
-        source_paths=(*ENGINE, *CHECKPOINTS),
-        areas=("extra",),
-    ),
-    "roundtrip": Piece(
-        tests=("tests/launch/test_roundtrip.py",),
-        source_paths=(*ENGINE, *CHECKPOINTS),
-        areas=("roundtrip",),
-    ),
-    "crash": Piece(
-        tests=("tests/launch/test_crash.py",),
-        source_paths=(*DATA, *CHECKPOINTS, *RUN),
-        areas=("crash",),
-    ),
-    "runs": Piece(
-        tests=(
-            "tests/launch/test_accelerate.py",
-            "tests/launch/test_data.py",
-            "tests/launch/test_custom_training_loop.py",
-            "tests/launch/test_run.py",
-        ),
-        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *LAUNCH),
-    ),
-    "autotp": Piece(
-        tests=("tests/launch/test_autotp.py",),
-        source_paths=(*MODEL, "engines/deepspeed", "layout"),
-        areas=("zoo-autotp",),
-    ),
-    "overhead": Piece(
-        tests=("tests/launch/test_overhead.py",),
-        source_paths=(*ENGINE, *DATA, *RUN),
-        areas=("overhead",),
-    ),
-    "data-cost": Piece(
-        tests=("tests/launch/test_data_cost.py",), source_paths=(*DATA, *RUN), areas=("data",)
-    ),
-    "pages": Piece(tests=("tests/pages/test_commands.py",), source_paths=("cli", *READ, *LAUNCH)),
-    "verify": Piece(
-        tests=("tests/verify/test_verify.py",),
-        source_paths=(*ENGINE, *DATA, "verify"),
-        areas=("verify",),
+    "zoo-vlm-zero": _zoo(
+        "zoo-vlm-zero",
+        "every vision-language type, data 2, ZeRO-3",
+        f"{_VISION_LANGUAGE}::test_every_type_over_data_ranks",
+        20,
     ),
     "zoo-configs": Piece(
+        title="a tiny configuration of every type, defaults and FLOPs",
         tests=(
             "tests/zoo/test_configs.py",
             "tests/zoo/test_defaults.py",
             "tests/zoo/test_flops.py",
         ),
-        source_paths=MODEL,
+        minutes=15,
     ),
-    "zoo-packing": Piece(
-        tests=("tests/zoo/test_packing.py", "tests/zoo/test_chunked.py"),
-        source_paths=MODEL,
-        areas=("packing", "chunked"),
+    "chunked-parity": Piece(
+        title="the chunked loss: losses, and peak memory of a run",
+        tests=("tests/parity/test_chunked.py",),
+        minutes=15,
+        areas=("chunked-parity",),
     ),
-    "zoo-shapes": Piece(
-        tests=(
-            "tests/zoo/test_payload.py",
-            f"{_LAYOUTS}::test_key_value_heads_are_copied_where_there_are_fewer_than_ranks",
-        ),
-        source_paths=ENGINE,
+    "noise-scale": Piece(
+        title="the gradient noise scale",
+        tests=("tests/parity/test_noise_scale.py",),
+        minutes=15,
+        areas=("noise-scale",),
+        alone=True,
     ),
-    "zoo-zero": Piece(
-        tests=(f"{_LAYOUTS}::test_every_type_over_data_ranks",),
-        source_paths=ENGINE,
-        areas=("zoo-zero",),
-    ),
-    "zoo-pipeline": Piece(
-        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline",),
-        source_paths=ENGINE,
-        areas=("zoo-pipeline",),
-    ),
-    "zoo-tensor": Piece(
-        tests=(f"{_LAYOUTS}::test_what_every_type_gets_of_tensor_parallelism",),
-        source_paths=ENGINE,
-        areas=("zoo-tensor", "zoo-tensor-fallback"),
-    ),
-    "zoo-pipeline-tensor": Piece(
-        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_tensor_ranks",),
-        source_paths=ENGINE,
-        areas=("zoo-pipeline-tensor",),
-    ),
-    "zoo-expert": Piece(
-        tests=(f"{_LAYOUTS}::test_every_mixture_over_expert_ranks",),
-        source_paths=ENGINE,
-        areas=("zoo-expert",),
-    ),
-    "zoo-pipeline-expert": Piece(
-        tests=(f"{_LAYOUTS}::test_every_mixture_in_a_pipeline_of_expert_ranks",),
-        source_paths=ENGINE,
-        areas=("zoo-pipeline-expert",),
-    ),
-    "zoo-context": Piece(
-        tests=(f"{_LAYOUTS}::test_every_type_over_context_ranks",),
-        source_paths=ENGINE,
-        areas=("zoo-context",),
-    ),
-    "zoo-pipeline-context": Piece(
-        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_context_ranks",),
-        source_paths=ENGINE,
-        areas=("zoo-pipeline-context",),
-    ),
-    "zoo-vlm": Piece(
-        tests=(
-            f"{_VISION_LANGUAGE}::test_every_type_comes_apart",
-            f"{_VISION_LANGUAGE}::test_what_is_not_proved_is_refused",
-        ),
-        source_paths=MODEL,
-        areas=("zoo-vlm",),
-    ),
-    "zoo-vlm-pipeline": Piece(
-        tests=(f"{_VISION_LANGUAGE}::test_every_type_in_a_pipeline",),
-        source_paths=ENGINE,
-        areas=("zoo-vlm-pipeline",),
-    ),
-    "zoo-vlm-zero": Piece(
-        tests=(f"{_VISION_LANGUAGE}::test_every_type_over_data_ranks",),
-        source_paths=ENGINE,
-        areas=("zoo-vlm-zero",),
+    "compiled": Piece(title="torch.compile", tests=("tests/parity/test_compiled.py",), minutes=15),
+    "extra": Piece(
+        title="keys of a user's own ds_config",
+        tests=("tests/launch/test_extra_ds_config_keys.py",),
+        minutes=15,
+        areas=("extra",),
     ),
     "faults": Piece(
+        title="killed ranks, full disks and damaged checkpoints",
         tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),
-        source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py"),
+        minutes=20,
         areas=("faults",),
     ),
+    "resume-matrix": Piece(
+        title="resume on another layout, five steps",
+        tests=("tests/launch/test_resume_on_other_layouts.py",),
+        minutes=20,
+        areas=("resume-matrix",),
+    ),
+    "lora": Piece(
+        title="LoRA over data ranks",
+        tests=("tests/parity/test_lora.py",),
+        minutes=20,
+        areas=("lora",),
+    ),
+    "vlm-parity": Piece(
+        title="vision-language models, eight steps",
+        tests=("tests/parity/test_vision_language.py",),
+        minutes=20,
+        areas=("vlm-parity",),
+    ),
+    "parity": Piece(
+        title="layouts of Llama, GPT-2 and Qwen2, eight steps",
+        tests=("tests/parity/test_prove.py::test_parity",),
+        minutes=25,
+        areas=("parity",),
+    ),
+    "parity-wide": Piece(
+        title="expert ranks and context ranks, eight steps",
+        tests=("tests/parity/test_prove.py::test_wide_parity",),
+        minutes=25,
+        areas=("parity-wide",),
+    ),
+    "megatron-parity": Piece(
+        title="Megatron-Core's layouts",
+        tests=("tests/megatron/test_parity.py::test_every_layout",),
+        minutes=25,
+        areas=("megatron-parity",),
+    ),
+    "megatron-schedule": Piece(
+        title="Megatron-Core's interleaved schedule, as simulated",
+        tests=("tests/schedule/test_megatron.py",),
+        minutes=10,
+        areas=("megatron-schedule",),
+        alone=True,
+    ),
+    "preference": Piece(
+        title="preference objectives and reward models",
+        tests=(
+            "tests/parity/test_preference.py",
+            "tests/parity/test_preference_trl.py",
+            "tests/launch/test_tiny_expert_and_context_recipes.py",
+        ),
+        minutes=30,
+        areas=("preference",),
+    ),
+    "islands": Piece(
+        title="several islands, compared with one process",
+        tests=(
+            "tests/launch/test_islands.py",
+            "tests/launch/test_islands_faults.py",
+            "tests/parity/test_islands.py",
+        ),
+        minutes=30,
+        areas=("islands",),
+    ),
+    "verify": Piece(
+        title="`verify` passes what is right and finds planted faults",
+        tests=("tests/verify/test_verify.py",),
+        minutes=35,
+        areas=("verify",),
+    ),
     "recovery": Piece(
+        title="30 random faults in one run, compared with an uninterrupted one",
         tests=("tests/launch/test_supervised.py", "tests/launch/test_memory_copies.py"),
-        source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
+        minutes=20,
         areas=("recovery",),
     ),
+    "recovery-jobset": Piece(
+        title="recovery in JobSet's pods",
+        tests=("tests/launch/test_jobset_pods.py",),
+        minutes=10,
+    ),
+    "ray": Piece(title="Ray's workers", tests=("tests/launch/test_ray.py",), minutes=10),
+    "megatron-resume": Piece(
+        title="resume under Megatron-Core, also from and into DeepSpeed",
+        tests=(
+            "tests/megatron/test_launch.py::test_every_pair_goes_on",
+            "tests/megatron/test_launch.py::test_states_move_everywhere",
+        ),
+        minutes=40,
+        areas=("megatron-resume",),
+    ),
+    "random-runs": Piece(
+        title="random recipes, compared with a plain loop, four steps and a resume",
+        tests=("tests/random_runs/test_random_runs.py",),
+        minutes=60,
+        areas=("random-runs",),
+    ),
+    "crash": Piece(
+        title="50 kills at random moments",
+        tests=("tests/launch/test_crash.py",),
+        minutes=60,
+        areas=("crash",),
+    ),
+    "hosts": Piece(
+        title="20 killed ranks on several hosts",
+        tests=("tests/launch/test_hosts.py",),
+        minutes=30,
+        areas=("hosts",),
+        hosts=True,
+    ),
     "recovery-hosts": Piece(
+        title="a lost host, planned again for those that are left",
         tests=(
             "tests/launch/test_supervised_hosts.py::test_a_layout_is_planned_again_for_one_node",
         ),
-        source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py", "supervise"),
+        minutes=45,
         areas=("recovery-hosts",),
         hosts=True,
     ),
-    "recovery-jobset": Piece(
-        tests=("tests/launch/test_jobset_pods.py",),
-        source_paths=(*CHECKPOINTS, *RUN, "supervise"),
+    "decoding": Piece(
+        title="images decoded a second",
+        tests=("tests/unit/data/test_image_rate.py",),
+        minutes=10,
+        areas=("decoding",),
+        alone=True,
     ),
-    "ray": Piece(
-        tests=("tests/launch/test_ray.py",),
-        source_paths=(*CHECKPOINTS, *RUN, "launch/launchers"),
+    "data-cost": Piece(
+        title="seconds of reading data",
+        tests=("tests/launch/test_data_cost.py",),
+        minutes=10,
+        areas=("data",),
+        alone=True,
     ),
-    "schedule": Piece(tests=("tests/schedule/test_engine.py",), source_paths=("layout",)),
-    "hosts": Piece(
-        tests=("tests/launch/test_hosts.py",), source_paths=LAUNCH, areas=("hosts",), hosts=True
+    "overhead": Piece(
+        title="a step beside a hand-written DeepSpeed script",
+        tests=("tests/launch/test_overhead.py",),
+        minutes=15,
+        areas=("overhead",),
+        alone=True,
+    ),
+    "preference-cost": Piece(
+        title="seconds of preference objectives, as predicted",
+        tests=("tests/launch/test_preference_cost.py",),
+        minutes=20,
+        areas=("preference-cost",),
+        alone=True,
     ),
     "islands-network": Piece(
+        title="outer steps over a slow link",
         tests=("tests/launch/test_islands_network.py",),
-        source_paths=(
-            *ENGINE,
-            *DATA,
-            *CHECKPOINTS,
-            *RUN,
-            "cost/diloco_costs.py",
-            "diloco",
-        ),
+        minutes=30,
         areas=("islands-network",),
         hosts=True,
+        alone=True,
+    ),
+    "schedule": Piece(
+        title="DeepSpeed's pipeline schedules, as simulated",
+        tests=("tests/schedule/test_engine.py",),
+        minutes=20,
+        alone=True,
+    ),
+    "this-machine": Piece(
+        title="the planner against runs on this machine",
+        tests=("tests/calibration/test_this_machine.py",),
+        minutes=30,
+        alone=True,
+    ),
+    "plan-speed": Piece(
+        title="`plan` of every shipped model on every GPU",
+        tests=("tests/recipes/test_plan_speed.py",),
+        minutes=60,
+        areas=("plan-speed",),
+        alone=True,
     ),
 }
 
-# Written by commands of their own, not by pytest.
-BENCHES: dict[str, tuple[str, ...]] = {
-    "batch-size": (*ENGINE, *DATA, *RUN, "monitor/gradient_noise_scale.py"),
-    "cost": COST,
-    "gloo": ("cost/collective_seconds.py",),
-    "gpu": COST,
-    "schedule": ("layout",),
+BENCHES = ("batch-size", "cost", "gloo", "gpu", "schedule")
+"""benchmarks/AREA.json that commands of their own write (tools/bench_*, tools/fit_cost)."""
+
+FIGURES = frozenset(
+    {
+        *BENCHES,
+        "data",
+        "decoding",
+        "islands-network",
+        "light-install",
+        "overhead",
+        "plan-speed",
+        "preference-cost",
+    }
+)
+"""What is kept in benchmarks/AREA.json. Every other area is an equality: a run says yes or no."""
+
+_ZOO = tuple(name for name in PIECES if name.startswith("zoo-"))
+_PLANNER = ("recipes", "published", "random-layouts", "why-not", "plan-speed", "light-install")
+_TRAINING = ("parity", "parity-wide", "random-runs", "verify", "resume", "bytes")
+_RESUME = ("resume", "resume-matrix", "roundtrip", "faults", "crash", "recovery")
+_MEGATRON = ("megatron-args", "megatron-parity", "megatron-resume", "megatron-schedule")
+
+LOOKS_AT: dict[str, tuple[str, ...]] = {
+    # Packages of shardwright.
+    "calibrate": ("this-machine",),
+    "checkpoint": (*_RESUME, "megatron-resume", "damaged-files", "hosts"),
+    "cli": ("light-install", "damaged-files", "pages", "why-not"),
+    "compile": ("recipes", "ds-config", "megatron-args", "random-runs"),
+    "cost": (*_PLANNER, "this-machine", "preference-cost", "bytes", "traces"),
+    "data": (
+        "fuzz",
+        "runs",
+        "packing-parity",
+        "random-runs",
+        "evaluation",
+        "decoding",
+        "data-cost",
+    ),
+    "diagnostics": ("fuzz", "damaged-files", "pages"),
+    "diloco": ("islands", "islands-network"),
+    "engines": (*_TRAINING, *_MEGATRON, "ds-config", "extra", "optimizers", "autotp", "schedule"),
+    "launch": ("runs", "hosts", "ray", "pages", "recovery-hosts"),
+    "layout": (*_TRAINING, "recipes", "ds-config", "schedule", "megatron-schedule"),
+    "lint": ("fuzz", "pages"),
+    "migrate": ("fuzz", "pages"),
+    "models": (*_ZOO, "traces", "shipped-graphs", "tower", "roundtrip", "vlm-parity"),
+    "monitor": ("runs", "crash", "recovery", "hosts", "noise-scale"),
+    "parallel": (*_TRAINING, *_ZOO, "hpz-parity", "packing-parity", "chunked-parity", "compiled"),
+    "plan": (*_TRAINING, "ds-config", "damaged-files"),
+    "recipe": ("fuzz", "recipes", "random-runs"),
+    "report": ("light-install", "pages"),
+    "search": _PLANNER,
+    "supervise": ("recovery", "recovery-jobset", "recovery-hosts", "ray"),
+    "trace": ("pages", "damaged-files"),
+    "train": ("runs", "crash", "recovery", "random-runs", "evaluation", "overhead"),
+    "utils": ("fuzz", "damaged-files", "runs"),
+    "verify": ("verify",),
+    # Features.
+    "context": ("zoo-context", "zoo-pipeline-context", "parity-wide", "bytes", "packing-parity"),
+    "contrastive": ("contrastive-parity",),
+    "distillation": ("distillation", "scores", "preference-cost"),
+    "expert": ("zoo-expert", "zoo-pipeline-expert", "parity-wide", "bytes", "verify"),
+    "hpz": ("hpz-parity",),
+    "islands": ("islands", "islands-network"),
+    "lora": ("lora", "vlm-parity", "verify"),
+    "low-precision": ("megatron-args", "verify"),
+    "megatron": _MEGATRON,
+    "noise-scale": ("noise-scale",),
+    "optimizers": ("optimizers", "random-runs"),
+    "packing": ("packing-parity", "zoo-packing", "parity-wide"),
+    "pipeline": ("parity", "zoo-pipeline", "schedule", "megatron-schedule"),
+    "preference": ("preference", "scores", "preference-cost"),
+    "score": ("scores", "distillation", "preference"),
+    "tensor": ("parity", "zoo-tensor", "zoo-pipeline-tensor", "zoo-shapes", "autotp"),
+    "vision": ("vlm-parity", "zoo-vlm", "zoo-vlm-pipeline", "zoo-vlm-zero", "tower", "tiny-vision"),
 }
-_MODULES = {
-    "batch-size": "tools/bench_batch_size.py",
-    "cost": "tools/fit_cost/bench_cost.py",
-    "gloo": "tools/bench_gloo.py",
-    "gpu": "tools/bench_gpu/gpu_bench.py",
-    "schedule": "tools/bench_pipeline_schedule.py",
-}
-
-
-def source_paths(area: str) -> tuple[str, ...]:
-    """Of benchmarks/AREA.json. Raises KeyError for one that nothing writes."""
-    for piece in PIECES.values():
-        if area in piece.areas:
-            return piece.source_paths
-    return BENCHES[area]
-
-
-def tests_of(area: str) -> tuple[str, ...]:
-    """The test files behind benchmarks/AREA.json; of a bench, its module."""
-    for piece in PIECES.values():
-        if area in piece.areas:
-            return piece.tests
-    return (_MODULES[area],)
+"""Package or feature -> the pieces that look at it, coarsely, by hand: `make prove FOR=lora`."""

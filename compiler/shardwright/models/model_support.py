@@ -1,7 +1,8 @@
 """Read the support tables of model types, and build the diagnostics of unsupported types; without
 torch.
 
-`make generated` writes support.json and vlm_support.json from benchmarks/zoo-*.json.
+`python -m tools.generate support_matrix` writes support.json and vlm_support.json from what `make
+prove` found.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class Cell:
 class Column:
     """Describe one layout of the table.
 
-    benchmark: the file under benchmarks/.
+    area: what `make prove` recorded it as.
     layout: the recipe's parallelism keys.
     date: date of the measurement (ISO).
     """
 
-    benchmark: str
+    area: str
     layout: str
     date: str
 
