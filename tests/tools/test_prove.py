@@ -7,6 +7,7 @@ import json
 import subprocess
 import time
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_a_run_is_one_file_and_figures_are_kept_in_benchmarks(kept: Path) -> Non
     (figure,) = (kept.parent / "benchmarks").iterdir()
     written = json.loads(figure.read_text())
     assert figure.name == "overhead.json" and written["cases"] == {"one": CASE}
-    assert written["machine"].endswith(f"deepspeed {proof_results.metadata.version('deepspeed')}")
+    assert written["machine"].endswith(f"deepspeed {metadata.version('deepspeed')}")
     assert proof_results.newest_cases("lora") == ("2026-01-02", {"one": CASE})
     assert proof_results.newest_cases("decoding") is None
 
@@ -222,7 +223,7 @@ def test_a_run_replaces_its_rows_of_the_page_and_leaves_the_others() -> None:
     page = proof_page.written(f"a\n{proof_page.BEGIN}\nold\n{proof_page.END}\nb", ROWS)
     assert proof_page.rows_of(page) == ROWS and page.startswith("a\n") and page.endswith("\nb")
     assert page.count("| ? |") == 2, "a commit of another history"
-    run = {
+    run: dict[str, Any] = {
         "commit": proof_results.git("rev-parse", "HEAD"),
         "pieces": {"lora": document("passed", "lora"), "why-not": document("failed", "why-not")},
     }

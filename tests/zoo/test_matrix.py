@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardwright.diagnostics.code_registry import CODES
 from shardwright.models import model_support
+from tests.zoo.configs import RUNNABLE
 from tools.generate import support_matrix as matrix
 
 EMPTY: dict[str, Any] = {
@@ -77,13 +78,13 @@ def test_every_type_has_every_column() -> None:
             assert cell.verdict != "verified" or None not in (cell.loss, cell.norm, cell.weights)
 
 
-def composed(area: str, case: dict[str, object]) -> dict[str, dict[str, object]]:
+def composed(area: str, case: dict[str, Any]) -> dict[str, dict[str, object]]:
     document = matrix.compose({area: (DATE, {"llama": case})}, EMPTY)
     cells: dict[str, dict[str, object]] = document["types"]["llama"]
     return cells
 
 
-FIGURES = {"loss": 1.23456e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0, "unused": 0}
+FIGURES: dict[str, Any] = {"loss": 1.23456e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0, "unused": 0}
 
 
 def test_a_run_replaces_its_column_alone() -> None:
@@ -128,9 +129,10 @@ def test_a_type_that_is_cut_in_part_is_not_sharded() -> None:
 
 
 def test_what_a_type_gets_of_tensor_parallelism() -> None:
-    proved, refused = {"verdict": "proved"}, {"verdict": "refused", "reason": "why"}
-    planned = dict.fromkeys(matrix.RUNNABLE, refused)
-    gathered = dict.fromkeys(matrix.RUNNABLE, proved)
+    proved: dict[str, Any] = {"verdict": "proved"}
+    refused: dict[str, Any] = {"verdict": "refused", "reason": "why"}
+    planned = dict.fromkeys(RUNNABLE, refused)
+    gathered = dict.fromkeys(RUNNABLE, proved)
     planned |= {
         "llama": {**proved, "whole": ["norm"]},
         "falcon/multi_query": {**proved, "whole": ["b", "a"]},
