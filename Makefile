@@ -32,20 +32,17 @@ demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this
 	@echo "what it writes, of Python's own sources, a byte at a time:"
 	$(BIN)/shardwright generate $(DEMO)/checkpoints/step-00000150 --prompt "def __init__(self, " --tokens 200 --temperature 0.7
 
-# The sample in three parts. What measures seconds runs with nothing beside it.
 # A file stays on one worker, whose fixtures its tests share. pytest-xdist would
 # reorder files by how many tests they have: those of few and long tests would come last, on one worker.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-QUICK := not launch and not browser and not alone and not prove and not hosts
-MORE := (launch or browser) and not alone and not prove and not hosts
-ALONE := alone and not prove and not hosts
+QUICK := not launch and not browser and not prove and not hosts
+MORE := (launch or browser) and not prove and not hosts
 
 test: setup ## what starts no training run and no browser: minutes; skips are named with their reason at the end
 	$(BIN)/python -m pytest $(TWO_WORKERS) -m '$(QUICK)'
 
 test-more: setup ## the rest of what CI runs: training runs, the pages' commands, the report in a browser, limits in seconds
 	$(BIN)/python -m pytest $(TWO_WORKERS) -m '$(MORE)'
-	$(BIN)/python -m pytest -m '$(ALONE)'
 
 # Another Python than .venv's, without torch: a test that comes to import it is skipped
 # (tests/missing_packages.py).

@@ -55,6 +55,7 @@ def sample() -> list[Case]:
     return [case_of(row) for row in [row for row in score.rows(ROWS) if score.usable(row)][::9]]
 
 
+@pytest.mark.prove
 def test_a_sample_of_the_rows(sample: list[Case]) -> None:
     found = scored(sample, default_constants())
     assert found["time_rows"] >= 20 and found["memory_rows"] >= 6
@@ -62,6 +63,7 @@ def test_a_sample_of_the_rows(sample: list[Case]) -> None:
     assert found["fits_right"][0] >= 0.9 * found["fits_right"][1]
 
 
+@pytest.mark.prove
 def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured times replaced by the model's own at other constants: the fit moves from the priors
     to those."""
@@ -120,6 +122,7 @@ def test_memory_that_a_source_tells_in_gib_is_compared_in_gigabytes() -> None:
     assert in_gigabytes(other) is other, "the collector has converted it"
 
 
+@pytest.mark.prove
 def test_the_fit_prices_experts_as_the_estimate_does() -> None:
     """Apply the hooks of transformers 4 too: they decide how the layout is resolved."""
     rows = [row for row in score.rows(ENGINE_ROWS) if row["family"] == "mixtral-moe"]

@@ -25,7 +25,7 @@ from tests.unit.calibrate.measurement_files import engine, figure, layer, measur
 from tests.unit.calibrate.test_measurement_file import recipe_file
 from tools.pages.page_commands import ROOT
 
-SAMPLE, ALL = 8, 150
+SAMPLE, ALL = 3, 150
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def light(*arguments: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.alone
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("arguments", "limit"), [(["--help"], 0.15), (["models"], 0.2), (["check", "r.yaml"], 0.6)]
 )
@@ -129,7 +129,7 @@ def within(limit: float, runs: int, command: list[str], folder: Path, **environm
     return False
 
 
-@pytest.mark.alone
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["package", "cache"])
 def test_a_known_graph_takes_0_3_seconds_and_no_torch(kind: str, tmp_path: Path) -> None:
     """The whole process, the interpreter's own start included."""
@@ -139,13 +139,13 @@ def test_a_known_graph_takes_0_3_seconds_and_no_torch(kind: str, tmp_path: Path)
     assert (tmp_path / "cache").exists() == (kind == "cache")
 
 
-@pytest.mark.alone
+@pytest.mark.prove
 def test_tracing_405b_takes_8_seconds_in_a_new_process(tmp_path: Path) -> None:
     limit = 8 * slowness(tmp_path)
     assert within(limit, 1, graph_command("trace"), tmp_path, SHARDWRIGHT_CACHE="off")
 
 
-@pytest.mark.alone
+@pytest.mark.prove
 def test_a_popular_model_is_planned_in_2_seconds(tmp_path: Path) -> None:
     command = [
         sys.executable,

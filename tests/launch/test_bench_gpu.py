@@ -16,6 +16,7 @@ from tools.bench_gpu.low_precision_losses import losses
 pytestmark = pytest.mark.launch
 
 
+@pytest.mark.prove
 def test_a_layout_beside_the_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,6 +36,7 @@ def test_a_layout_beside_the_trainer(
     assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["measured_step_seconds"])
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_ways_of_attention_differ_by_what_bf16_does(family: str) -> None:
     found = parity(family, "cpu")
@@ -48,6 +50,7 @@ def test_ways_of_attention_differ_by_what_bf16_does(family: str) -> None:
         ), (name, off)
 
 
+@pytest.mark.prove
 def test_losses_in_low_precision_stay_near_those_of_bf16() -> None:
     plain, low = losses("none", "cpu"), losses("fp8_rowwise", "cpu")
     assert "why" not in plain and "why" not in low, (plain, low)

@@ -68,6 +68,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
         assert all(damage(p, contents=True) is None for p in kept)
 
 
+@pytest.mark.prove
 def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path: Path) -> None:
     """A learning rate that no activation survives: the first loss is the last that is a number."""
     case = Case(model="gpt2", data=2)

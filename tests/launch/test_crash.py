@@ -23,6 +23,7 @@ SMALL = {
 }
 
 
+@pytest.mark.prove
 def test_three_kills(tmp_path: Path) -> None:
     whole = uninterrupted(SMALL["llama-dp2"], tmp_path)
     out, _ = crashed(SMALL["llama-dp2"], tmp_path, kills=3, seed=1)

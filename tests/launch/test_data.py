@@ -68,7 +68,10 @@ def plain_loss(
 @pytest.mark.parametrize(
     "case",
     [
-        Case(model="llama", pipeline=2, tensor=2, checkpointing="full"),
+        pytest.param(
+            Case(model="llama", pipeline=2, tensor=2, checkpointing="full"),
+            marks=pytest.mark.prove,
+        ),
         pytest.param(Case(model="llama", data=2, zero_stage=3, micro=1), marks=pytest.mark.prove),
         pytest.param(
             Case(model="gpt2", pipeline=2, schedule="dualpipev", accumulation=4),

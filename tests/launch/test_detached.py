@@ -69,6 +69,7 @@ def test_a_detached_run_outlives_its_terminal_and_stops_with_a_checkpoint(tmp_pa
     assert "preempted at step" in (out / "run" / "logs" / "run.log").read_text()
 
 
+@pytest.mark.prove
 def test_the_rank_that_all_wait_for_is_named(tmp_path: Path) -> None:
     out = compiled(Case(model="llama", pipeline=2), tmp_path)
     script = out / "train.py"

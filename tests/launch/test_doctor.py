@@ -93,6 +93,7 @@ def test_without_ssh(
     assert "error[SW5301]" in capsys.readouterr().err
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_hosts_that_do_not_answer_are_not_said_to_be_well(two_nodes: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a.invalid slots=2\nb.invalid slots=2\n")

@@ -27,6 +27,7 @@ from tests.parity.harness import (
 pytestmark = pytest.mark.launch
 
 
+@pytest.mark.prove
 def test_csv_monitor_and_wall_clock_breakdown(tmp_path: Path) -> None:
     case = Case(model="llama", data=2)
     write_inputs(case, tmp_path)

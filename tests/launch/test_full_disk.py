@@ -17,6 +17,7 @@ ON_A_SMALL_DISK = Path(__file__).resolve().parents[1] / "faults" / "on_a_small_d
 PAGE = 4096
 
 
+@pytest.mark.prove
 def test_a_full_disk_ends_the_run_and_is_named(tmp_path: Path) -> None:
     """First with room for some steps: the metrics or the launcher's log fill the disk."""
     case = Case(model="llama", data=2, pretrained=True)  # random weights would pass through run/

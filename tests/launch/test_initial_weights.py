@@ -63,7 +63,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.prove)])
 def test_a_rank_holds_its_shard_and_a_layer(out: Path, rank: int) -> None:
     """pipeline rank 0 and 1, tensor rank 0 and 1."""
     worker = Path(__file__).with_name("memory_worker.py")
@@ -101,7 +101,9 @@ def test_a_rank_holds_its_shard_and_a_layer(out: Path, rank: int) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("kind", ["a head of its own", "fp8"])
+@pytest.mark.parametrize(
+    "kind", ["a head of its own", pytest.param("fp8", marks=pytest.mark.prove)]
+)
 def test_a_run_starts_from_the_model_that_transformers_loads(kind: str, tmp_path: Path) -> None:
     """The first loss and the number of parameters are from_pretrained's, of the same folder."""
     config = {

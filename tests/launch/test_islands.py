@@ -50,6 +50,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         yield starter
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("ranks", "kind", "at"),
     [
@@ -91,6 +92,7 @@ def test_a_late_newcomer(
     proved("islands", "late-newcomer", {**replayed(CASE, out, tokens, outer), "verdict": "proved"})
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("kind", "made"),
     [
@@ -127,6 +129,7 @@ def test_without_the_store_islands_save_stop_and_go_on(
     replayed(CASE, out, tokens, outer)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["nesterov", pytest.param("overlap-2", marks=pytest.mark.prove)])
 def test_a_store_whose_disk_is_full_stops_and_no_island_trains_on_alone(
     tmp_path: Path, kind: str
@@ -155,6 +158,7 @@ def test_a_store_whose_disk_is_full_stops_and_no_island_trains_on_alone(
     replayed(CASE, out, tokens, outer)
 
 
+@pytest.mark.prove
 def test_a_store_whose_output_nobody_reads_serves_its_islands(
     tmp_path: Path, start: Callable[..., Process]
 ) -> None:

@@ -49,6 +49,7 @@ def test_one_rank_in_a_fresh_folder_from_a_hostile_directory(tmp_path: Path) -> 
     assert not (downloads / "pwned").exists()
 
 
+@pytest.mark.prove
 def test_nodes_with_other_plans_train_no_step(tmp_path: Path) -> None:
     """One folder each, as without a shared file system: a's has the recipe's learning rate, b's a
     hundredth of it."""

@@ -43,6 +43,7 @@ def start(out: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.prove
 def test_a_node_that_is_started_again_goes_on(tmp_path: Path) -> None:
     case = Case(model="llama", data=2)
     write_inputs(case, tmp_path)

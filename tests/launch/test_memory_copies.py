@@ -101,6 +101,7 @@ def check(out: Path, losses: list[float], resumed: int) -> None:
     assert off <= LOSS_TOLERANCE, off
 
 
+@pytest.mark.prove
 def test_a_host_that_is_lost_with_its_memory(tmp_path: Path, losses: list[float]) -> None:
     """No checkpoint is on disk: the lost host's part comes from its peer's memory."""
     out = compiled(TWO, tmp_path, "out", (KILL_AT + 1, (1,), 1, "kill"))

@@ -63,12 +63,14 @@ def test_recompiled_for_another_layout_the_run_goes_on_by_itself(tmp_path: Path)
     assert state_dict_max_abs_diff(changed, plain) <= WEIGHT_ABSOLUTE
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_a_sample_of_the_matrix(tmp_path: Path) -> None:
     differences = resumed(SAMPLE, tmp_path)
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_context_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
     """Under another context degree, and under none."""
@@ -82,6 +84,7 @@ def test_context_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_expert_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
     """Under another expert degree, under context ranks, and under none."""

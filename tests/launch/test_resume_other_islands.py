@@ -99,6 +99,7 @@ class Process:
             )
 
 
+@pytest.mark.prove
 def test_two_islands_then_three_then_one_world_then_two(tmp_path: Path) -> None:
     write_inputs(CASE, tmp_path, OUTER["nesterov"], deadline=30.0)
     shape = ((STEPS + EVERY) * BATCH, harness.LENGTH)

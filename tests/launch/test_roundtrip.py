@@ -20,6 +20,7 @@ def check(found: dict[str, dict[str, Any]]) -> None:
     assert largest_difference(figures["logits"] for figures in found.values()) <= 1e-5, found
 
 
+@pytest.mark.prove
 def test_ten_types(tmp_path: Path) -> None:
     """Each type in one layout, every layout."""
     layouts = list(LAYOUTS)

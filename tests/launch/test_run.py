@@ -58,7 +58,14 @@ def test_stop_file_saves_and_a_later_run_finishes(tmp_path: Path) -> None:
     assert len(metrics(out)) == status["step"]
 
 
-@pytest.mark.parametrize("receiver", ["every process", "rank 1", "launch.sh"])
+@pytest.mark.parametrize(
+    "receiver",
+    [
+        "every process",
+        pytest.param("rank 1", marks=pytest.mark.prove),
+        pytest.param("launch.sh", marks=pytest.mark.prove),
+    ],
+)
 def test_sigterm_saves_and_stops(receiver: str, tmp_path: Path) -> None:
     """Send it as Slurm, systemd and others do: to all processes, or to one. DeepSpeed's launcher
     is not to end the ranks."""
@@ -81,6 +88,7 @@ def test_sigterm_saves_and_stops(receiver: str, tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(out)] == [*range(1, status["step"] + 1)]
 
 
+@pytest.mark.prove
 def test_a_run_whose_port_is_taken_starts_again_and_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +109,7 @@ def test_a_run_whose_port_is_taken_starts_again_and_is_done(
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4]
 
 
+@pytest.mark.prove
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     out = compiled(Case(model="llama", data=2), tmp_path, steps=400)
     process = subprocess.Popen(
@@ -145,6 +154,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert (status["status"], status["rank"]) == ("failed", 1)
 
 
+@pytest.mark.prove
 def test_no_rank_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
     """`run` cannot do anything any more: the ranks see that nobody reads what the launcher says."""
     out = compiled(Case(model="llama", data=2), tmp_path, steps=4000)
@@ -166,6 +176,7 @@ def test_no_rank_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.prove
 def test_a_failing_rank_speaks_before_its_echo(tmp_path: Path) -> None:
     """Rank 1 cannot read its copy of the script's model folder: its own error is shown, not gloo's
     on rank 0."""

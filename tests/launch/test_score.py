@@ -61,6 +61,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.prove
 def test_a_killed_score_goes_on_from_its_blocks(tmp_path: Path) -> None:
     path = written(tmp_path, 60 * BLOCK)
     options = (path, "--top", 3, "--block", BLOCK, "-o")

@@ -134,6 +134,7 @@ def test_a_loss_that_is_not_finite_once_and_twice(tmp_path: Path, whole: Path) -
 POISONED_STEP, POISONED_TOKEN = 5, 256
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "case",
     [
@@ -203,6 +204,7 @@ def plain_losses(case: Case, tokens: np.ndarray, without: int) -> dict[int, floa
     return losses
 
 
+@pytest.mark.prove
 def test_restarts_end(tmp_path: Path) -> None:
     """Before a first checkpoint, at other steps: `retries` end them; and `on` names the causes."""
     one = Case(model="llama")
@@ -284,6 +286,7 @@ def test_thirty_random_faults_in_one_run(tmp_path: Path, proved: Any) -> None:
     print({**figures, **largest})
 
 
+@pytest.mark.prove
 def test_two_supervisors_and_one_that_is_killed(tmp_path: Path) -> None:
     path = write_supervised_recipe(CASE, tmp_path, steps=60)
     faults = tuple((step, (), 0, "slow") for step in range(1, 61))

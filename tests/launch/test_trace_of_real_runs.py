@@ -95,6 +95,7 @@ def test_a_slow_layer_is_named_first(tmp_path: Path) -> None:
     assert not found["diagnostics"]
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_a_late_rank_is_named_first_and_corrects_the_plan(tmp_path: Path) -> None:
     traces = profiled(tmp_path, 2, "rank")
@@ -111,6 +112,7 @@ def test_a_late_rank_is_named_first_and_corrects_the_plan(tmp_path: Path) -> Non
     assert told["time"]["step_seconds"] == pytest.approx(found["step"]["measured_seconds"])
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_slow_link_is_named_first(tmp_path: Path) -> None:

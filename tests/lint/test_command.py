@@ -246,7 +246,7 @@ def test_lint_and_explain_import_nothing_heavy(tmp_path: Path) -> None:
     assert light("explain", "SW4112", folder=tmp_path).startswith("SW4112")
 
 
-@pytest.mark.alone
+@pytest.mark.prove
 def test_lint_takes_0_3_seconds(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(GOOD)
     command = [sys.executable, "-m", "shardwright", "lint", "ds.json"]

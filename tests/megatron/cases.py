@@ -167,38 +167,16 @@ CASES: dict[str, Case] = {name: found for group in GROUPS.values() for name, fou
 SAMPLE: dict[str, Case] = {
     name: CASES[name]
     for name in (
-        *(
-            "tp2",
-            "dp2-zero0",
-            "cp2-pp2",
-            "bf16-dp2",
-            "bf16-sums-dp2",
-            "tied-pp2-dp2",
-            "vpp2-pp2-tp2-sequence",
-            "vpp2-pp2-dp2-partial",
-        ),
-        *(
-            "padding-one",
-            "padding-pp2-tp2-sequence",
-            "tied-padding-pp2-tp2-sequence",
-            "tied-padding-tp2",
-            "padding-cp2",
-        ),
-        *(
-            "offload-one",
-            "offload-dp2",
-            "bf16-offload-dp2",
-            "mixtral-offload-ep2-dp4",
-            "modules-pp2",
-            "mixtral-ep2-modules",
-            "gpt2-pp2-tp2",
-            "mixtral-ep2-tp2",
-            "mixtral-ep2-cp2",
-            "gpt-oss-tp2-ep2",
-            "deepseek-ep2-pp2",
-            "deepseek-all",
-        ),
-        *("overlap-ep2", "overlap-ep2-vpp2-pp2", "overlap-deepseek"),
+        "tp2",
+        "cp2-pp2",
+        "bf16-dp2",
+        "vpp2-pp2-tp2-sequence",
+        "padding-pp2-tp2-sequence",
+        "offload-dp2",
+        "mixtral-ep2-tp2",
+        "gpt-oss-tp2-ep2",
+        "deepseek-ep2-pp2",
+        "overlap-ep2",
     )
 }
 """What is run without `make prove`, in one launch."""

@@ -137,6 +137,7 @@ def exported_weights(run: Path, folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.prove
 def test_both_engines_train_by_a_schedule_of_transformers(tmp_path: Path) -> None:
     """Each update's rate is that of get_scheduler, also where the other engine goes on in the
     middle: `first_step: 0` is transformers' own count."""
@@ -175,6 +176,7 @@ def test_a_checkpoint_goes_on_under_the_other_engine(name: str, first: str, tmp_
     check_pair(goes_on(*ordered(name, first), tmp_path))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("first", "second"), [MOVES[0], *MOVES[-2:]])
 def test_states_move_to_host_memory_and_back(first: str, second: str, tmp_path: Path) -> None:
     check_pair(goes_on(HELD[first], HELD[second], tmp_path))
@@ -200,6 +202,7 @@ def test_every_pair_goes_on(
     proved("megatron-resume", f"{name}, from {first}", found)
 
 
+@pytest.mark.prove
 def test_the_ready_recipe_trains_alike_under_both_engines(tmp_path: Path) -> None:
     """Pipeline 2 x 2 virtual stages x tensor 2 with the sequence cut, and DeepSpeed's 1F1B: the
     same losses."""

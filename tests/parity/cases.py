@@ -85,9 +85,7 @@ CASES: dict[str, Case] = {
 SAMPLE = (
     "llama-dp2-zero2",
     "mixtral-dp2-zero3",
-    "gpt2-offload-parameters-tp2-dp2",
     "gpt2-dualpipev-pp2",
     "llama-bf16-pp2-tp2",
-    "llama-tied-pp2-tp2",
 )
-"""What `make test` runs, about 20 s each; `make prove` runs CASES and the 8-rank layouts."""
+"""What `make test-more` runs, each in a launch; `make prove` runs CASES and the 8-rank layouts."""

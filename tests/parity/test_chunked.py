@@ -157,6 +157,7 @@ def peak_rise(loss: str, tmp_path: Path) -> float:
     return rose / (rows * length * vocabulary * 4)
 
 
+@pytest.mark.prove
 def test_peak_memory_of_a_real_run(tmp_path: Path) -> None:
     """Whole logits stand in memory several times. The allocator adds up to half of one, more where
     cores are shared."""

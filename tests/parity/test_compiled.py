@@ -79,8 +79,8 @@ TYPES_PIPED: dict[str, Case] = {
 
 @pytest.mark.parametrize(
     "cases",
-    [ONE, TWO, *(pytest.param(cases, marks=pytest.mark.prove) for cases in (TYPES, TYPES_PIPED))],
-    ids=["one-rank", "two-ranks", "types", "types-in-a-pipeline"],
+    [TWO, *(pytest.param(cases, marks=pytest.mark.prove) for cases in (ONE, TYPES, TYPES_PIPED))],
+    ids=["two-ranks", "one-rank", "types", "types-in-a-pipeline"],
 )
 def test_compiled_layers_train_as_one_plain_process(cases: dict[str, Case], tmp_path: Path) -> None:
     for name, figures in launched(cases, tmp_path, "compiled_worker.py").items():

@@ -49,6 +49,7 @@ def check(cases: dict[str, PairCase], out: Path) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.prove
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     check(
         {name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in SAMPLE.items()},

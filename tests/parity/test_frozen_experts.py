@@ -28,6 +28,7 @@ CASES = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_experts_train_as_one_plain_process(tmp_path: Path) -> None:
     for name, figures in launched(CASES, tmp_path).items():

@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "frozen-tensor": (2, one_island(data=1, tensor=2, freeze=FROZEN)),
 }
 """Islands, and what each of them is."""
-QUICK = [("zero-1", "average"), ("zero-1", "overlap-2"), ("frozen-zero-1", "nesterov")]
+QUICK = [("zero-1", "overlap-2")]
 TABLE = [
     *((layout, outer) for layout in LAYOUTS for outer in ("average", "nesterov", "overlap-2")),
     *((layout, "overlap-1") for layout in ("zero-0", "zero-3", "pipeline")),

@@ -95,6 +95,7 @@ def trained_lines(case: Case, folder: Path) -> list[dict[str, Any]]:
     return metrics(folder / "out")
 
 
+@pytest.mark.prove
 def test_dropout_is_drawn_as_in_one_process(tmp_path: Path) -> None:
     case = Case(model="llama", data=2, zero_stage=2, lora_rank=4, lora_dropout=0.2)
     tokens = write_inputs(case, tmp_path)
@@ -163,6 +164,7 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("model", "stage", "second"),
     [

@@ -71,6 +71,7 @@ def test_low_precision_trains_as_one_plain_process(tmp_path: Path) -> None:
             assert figures[f"{key} of any step"] <= ANY[key], (name, figures)
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_a_run_in_fp8_goes_on_in_another_layout_and_without_it(tmp_path: Path) -> None:
     """The commands: ranks count what they convert, and FP8 is really used."""

@@ -41,6 +41,7 @@ def test_sums_are_those_of_every_row(tmp_path: Path) -> None:
     check(launched({name: CASES[name] for name in SAMPLE}, tmp_path, "noise_worker.py"))
 
 
+@pytest.mark.prove
 def test_a_run_that_resumes_tells_of_all_its_measured_steps(tmp_path: Path) -> None:
     document = recipe(CASES["zero1-data"], tmp_path) | {"data": {"kind": "synthetic"}}
     document["training"]["steps"] = 12

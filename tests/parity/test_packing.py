@@ -107,17 +107,27 @@ second layer."""
     ("case", "flash"),
     [
         (PLAIN, False),
-        (Case(model="llama", pipeline=2, tensor=2, checkpointing="selective"), True),
-        (Case(model="llama", pipeline=2, context=2, checkpointing="full"), False),
-        (Case(model="llama", data=2, zero_stage=2, checkpointing="full", kernels="compile"), False),
+        *(
+            pytest.param(case, flash, marks=pytest.mark.prove)
+            for case, flash in (
+                (Case(model="llama", pipeline=2, tensor=2, checkpointing="selective"), True),
+                (Case(model="llama", pipeline=2, context=2, checkpointing="full"), False),
+                (
+                    Case(
+                        model="llama",
+                        data=2,
+                        zero_stage=2,
+                        checkpointing="full",
+                        kernels="compile",
+                    ),
+                    False,
+                ),
+            )
+        ),
         pytest.param(SINGLE, False, marks=pytest.mark.prove),
         pytest.param(SINGLE, True, marks=pytest.mark.prove),
         *(pytest.param(case, False, marks=pytest.mark.prove) for case in WIDE.values()),
-        (OWN_MASKS["gpt-oss-pp2-tp2"], False),
-        *(
-            pytest.param(case, False, marks=pytest.mark.prove)
-            for case in list(OWN_MASKS.values())[1:]
-        ),
+        *(pytest.param(case, False, marks=pytest.mark.prove) for case in OWN_MASKS.values()),
     ],
     ids=[
         "llama-pp2-dp2-full",

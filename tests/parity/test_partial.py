@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world", [1, 2])
 def test_trains_as_a_plain_process(world: int, tmp_path: Path) -> None:
     cases = {name: case for name, case in CASES.items() if case.world == world}

@@ -244,7 +244,7 @@ def test_every_layout(objective: str, tmp_path: Path, proved: Proved) -> None:
     [
         pytest.param(TWO, id="two-ranks"),
         pytest.param(FOUR, id="four-ranks", marks=pytest.mark.prove),
-        pytest.param(PACKED_TWO, id="packed"),
+        pytest.param(PACKED_TWO, id="packed", marks=pytest.mark.prove),
         pytest.param(PACKED_MORE, id="packed-two-ranks", marks=pytest.mark.prove),
         pytest.param(PACKED_REWARD, id="packed-rewards", marks=pytest.mark.prove),
         pytest.param(PACKED_FOUR, id="packed-four-ranks", marks=pytest.mark.prove),

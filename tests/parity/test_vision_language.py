@@ -123,10 +123,12 @@ TENSOR = {
 }
 
 
+@pytest.mark.prove
 def test_a_text_part_without_sdpa(tmp_path: Path) -> None:
     check({name: case for name, case in SAMPLE.items() if name.startswith("paligemma2")}, tmp_path)
 
 
+@pytest.mark.prove
 def test_tensor_ranks_and_adapters(tmp_path: Path) -> None:
     check(
         {name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in TENSOR.items()},
@@ -140,6 +142,7 @@ CUT = {
 }
 
 
+@pytest.mark.prove
 def test_pictures_that_are_cut_into_tiles(tmp_path: Path) -> None:
     check(
         {name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in CUT.items()}, tmp_path
@@ -164,6 +167,7 @@ def test_four_ranks(tmp_path: Path, proved: Record) -> None:
     )
 
 
+@pytest.mark.prove
 def test_checkpoints_go_on_in_another_layout_and_export(tmp_path: Path) -> None:
     """Four steps in a pipeline, four over data ranks at ZeRO-3: as one process trains all eight."""
     write_pictures(tmp_path)

@@ -37,6 +37,7 @@ PADDING = (119, 1045)
 still."""
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.skipif(
     not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"
@@ -57,6 +58,7 @@ LENGTHS = (5069, 5187, 5311)
 sequence."""
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_rotary_embeddings_see_whole_sequences(tmp_path: Path) -> None:
     found = run(LENGTHS, tmp_path)
@@ -64,6 +66,7 @@ def test_rotary_embeddings_see_whole_sequences(tmp_path: Path) -> None:
     assert {line["outcome"] for line in found.values()} == {"equal"}
 
 
+@pytest.mark.prove
 @pytest.mark.launch
 def test_validation_in_a_pipeline_drops_nothing_out(tmp_path: Path) -> None:
     found = run(WITHOUT_DROPOUT, tmp_path)

@@ -20,8 +20,8 @@ from tests.schedule.engine import (
 from tools import bench_pipeline_schedule as bench
 
 
+@pytest.mark.prove
 @pytest.mark.launch
-@pytest.mark.alone
 def test_the_engine_takes_as_long_as_simulated(tmp_path: Path) -> None:
     """Generous: other work on the machine lengthens what is measured."""
     uneven = [0.04, 0.05, 0.03, 0.07]

@@ -16,7 +16,7 @@ from tests.unit.models.test_trace import KERNELS, flops
 from tests.zoo import configs
 
 SEED = 10
-SAMPLE = 8
+SAMPLE = 3
 LENGTHS = (64, 32)
 """Whole chunks of the linear attentions, of 64; positions that begin behind a padding index do not
 reach that far."""

@@ -84,7 +84,13 @@ def composed(area: str, case: dict[str, Any]) -> dict[str, dict[str, object]]:
     return cells
 
 
-FIGURES: dict[str, Any] = {"loss": 1.23456e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0, "unused": 0}
+FIGURES: dict[str, Any] = {
+    "loss": 1.23456e-7,
+    "norm": 0.0,
+    "weights": 2e-8,
+    "sharded": 1.0,
+    "unused": 0,
+}
 
 
 def test_a_run_replaces_its_column_alone() -> None:

@@ -24,10 +24,7 @@ ATTENTIONS = ("eager", "sdpa", FLASH_ATTENTION_2)
 ALL = frozenset(ATTENTIONS)
 SAMPLE: dict[str, frozenset[str]] = {
     "llama": ALL,
-    "gpt2": ALL,
     "qwen3_moe": ALL,
-    "mixtral": ALL,
-    "phi3": ALL,
     "gemma2": ALL - {"sdpa"},  # soft caps on the scores: the type has no sdpa
     "deepseek_v3": ALL,
     "stablelm": ALL - {FLASH_ATTENTION_2},  # its layers do not hand on where documents end

@@ -39,6 +39,12 @@ PIECES: dict[str, Piece] = {
         areas=("light-install",),
         alone=True,
     ),
+    "speed": Piece(
+        title="commands within their seconds",
+        tests=("tests/cli/test_speed.py", "tests/lint/test_command.py"),
+        minutes=10,
+        alone=True,
+    ),
     "damaged-files": Piece(
         title="every file of a run damaged, under every command",
         tests=("tests/cli/test_damaged_files.py",),
@@ -84,8 +90,8 @@ PIECES: dict[str, Piece] = {
         areas=("fuzz",),
     ),
     "random-layouts": Piece(
-        title="random layouts: costs are consistent",
-        tests=("tests/unit/cost/test_random_layouts.py",),
+        title="random layouts: costs are consistent, the search finds the best",
+        tests=("tests/unit/cost/test_random_layouts.py", "tests/unit/search/test_exhaustive.py"),
         minutes=10,
     ),
     "why-not": Piece(
@@ -96,7 +102,10 @@ PIECES: dict[str, Piece] = {
     ),
     "traces": Piece(
         title="memory and time of traced models",
-        tests=("tests/unit/models/test_trace.py",),
+        tests=(
+            "tests/unit/models/test_trace.py",
+            "tests/unit/parallel/test_activation_checkpointing.py",
+        ),
         minutes=10,
     ),
     "shipped-graphs": Piece(
@@ -124,7 +133,7 @@ PIECES: dict[str, Piece] = {
     ),
     "roundtrip": Piece(
         title="Hugging Face folders in and out",
-        tests=("tests/launch/test_roundtrip.py",),
+        tests=("tests/launch/test_roundtrip.py", "tests/unit/models/test_weights_check.py"),
         minutes=10,
         areas=("roundtrip",),
     ),
@@ -136,7 +145,7 @@ PIECES: dict[str, Piece] = {
     ),
     "contrastive-parity": Piece(
         title="contrastive embeddings",
-        tests=("tests/parity/test_contrastive.py",),
+        tests=("tests/parity/test_contrastive.py", "tests/launch/test_contrastive.py"),
         minutes=10,
         areas=("contrastive-parity",),
     ),
@@ -156,13 +165,31 @@ PIECES: dict[str, Piece] = {
         areas=("resume",),
     ),
     "runs": Piece(
-        title="real data, a training loop of one's own, Accelerate",
+        title="launches, signals, data, a training loop of one's own, Accelerate",
         tests=(
+            "tests/launch/test_checkpoints.py",
+            "tests/launch/test_detached.py",
+            "tests/launch/test_doctor.py",
+            "tests/launch/test_full_disk.py",
+            "tests/launch/test_initial_weights.py",
+            "tests/launch/test_launch_script.py",
+            "tests/launch/test_launch_script_per_node.py",
             "tests/launch/test_accelerate.py",
             "tests/launch/test_data.py",
             "tests/launch/test_custom_training_loop.py",
             "tests/launch/test_run.py",
         ),
+        minutes=30,
+    ),
+    "real-traces": Piece(
+        title="traces of real runs name what is slow",
+        tests=("tests/launch/test_trace_of_real_runs.py",),
+        minutes=10,
+        alone=True,
+    ),
+    "bench-gpu": Piece(
+        title="the GPU bench, on CPU ranks",
+        tests=("tests/launch/test_bench_gpu.py",),
         minutes=15,
     ),
     "autotp": Piece(
@@ -208,6 +235,7 @@ PIECES: dict[str, Piece] = {
             "tests/parity/test_half_precision_optimizers.py",
             "tests/parity/test_lion.py",
             "tests/parity/test_muon.py",
+            "tests/unit/layout/test_fused_weights.py",
         ),
         minutes=15,
         areas=("optimizers",),
@@ -333,13 +361,23 @@ PIECES: dict[str, Piece] = {
     ),
     "parity": Piece(
         title="layouts of Llama, GPT-2 and Qwen2, eight steps",
-        tests=("tests/parity/test_prove.py::test_parity",),
+        tests=(
+            "tests/parity/test_prove.py::test_parity",
+            "tests/parity/test_low_precision.py",
+            "tests/parity/test_partial.py",
+        ),
         minutes=25,
         areas=("parity",),
     ),
     "parity-wide": Piece(
         title="expert ranks and context ranks, eight steps",
-        tests=("tests/parity/test_prove.py::test_wide_parity",),
+        tests=(
+            "tests/parity/test_prove.py::test_wide_parity",
+            "tests/parity/test_context.py",
+            "tests/parity/test_experts.py",
+            "tests/parity/test_frozen_experts.py",
+            "tests/parity/test_router_aux_loss.py",
+        ),
         minutes=25,
         areas=("parity-wide",),
     ),
@@ -371,6 +409,7 @@ PIECES: dict[str, Piece] = {
         tests=(
             "tests/launch/test_islands.py",
             "tests/launch/test_islands_faults.py",
+            "tests/launch/test_resume_other_islands.py",
             "tests/parity/test_islands.py",
         ),
         minutes=30,
@@ -389,17 +428,14 @@ PIECES: dict[str, Piece] = {
         areas=("recovery",),
     ),
     "recovery-jobset": Piece(
-        title="recovery in JobSet's pods",
-        tests=("tests/launch/test_jobset_pods.py",),
+        title="recovery in JobSet's pods, plans for fewer nodes",
+        tests=("tests/launch/test_jobset_pods.py", "tests/unit/supervise/test_fewer_nodes.py"),
         minutes=10,
     ),
     "ray": Piece(title="Ray's workers", tests=("tests/launch/test_ray.py",), minutes=10),
     "megatron-resume": Piece(
         title="resume under Megatron-Core, also from and into DeepSpeed",
-        tests=(
-            "tests/megatron/test_launch.py::test_every_pair_goes_on",
-            "tests/megatron/test_launch.py::test_states_move_everywhere",
-        ),
+        tests=("tests/megatron/test_launch.py",),
         minutes=40,
         areas=("megatron-resume",),
     ),
@@ -513,9 +549,9 @@ _MEGATRON = ("megatron-args", "megatron-parity", "megatron-resume", "megatron-sc
 
 LOOKS_AT: dict[str, tuple[str, ...]] = {
     # Packages of shardwright.
-    "calibrate": ("this-machine",),
+    "calibrate": ("this-machine", "real-traces", "bench-gpu"),
     "checkpoint": (*_RESUME, "megatron-resume", "damaged-files", "hosts"),
-    "cli": ("light-install", "damaged-files", "pages", "why-not"),
+    "cli": ("speed", "light-install", "damaged-files", "pages", "why-not"),
     "compile": ("recipes", "ds-config", "megatron-args", "random-runs"),
     "cost": (*_PLANNER, "this-machine", "preference-cost", "bytes", "traces"),
     "data": (
@@ -532,7 +568,7 @@ LOOKS_AT: dict[str, tuple[str, ...]] = {
     "engines": (*_TRAINING, *_MEGATRON, "ds-config", "extra", "optimizers", "autotp", "schedule"),
     "launch": ("runs", "hosts", "ray", "pages", "recovery-hosts"),
     "layout": (*_TRAINING, "recipes", "ds-config", "schedule", "megatron-schedule"),
-    "lint": ("fuzz", "pages"),
+    "lint": ("fuzz", "pages", "speed"),
     "migrate": ("fuzz", "pages"),
     "models": (*_ZOO, "traces", "shipped-graphs", "tower", "roundtrip", "vlm-parity"),
     "monitor": ("runs", "crash", "recovery", "hosts", "noise-scale"),
@@ -542,7 +578,7 @@ LOOKS_AT: dict[str, tuple[str, ...]] = {
     "report": ("light-install", "pages"),
     "search": _PLANNER,
     "supervise": ("recovery", "recovery-jobset", "recovery-hosts", "ray"),
-    "trace": ("pages", "damaged-files"),
+    "trace": ("real-traces", "pages", "damaged-files"),
     "train": ("runs", "crash", "recovery", "random-runs", "evaluation", "overhead"),
     "utils": ("fuzz", "damaged-files", "runs"),
     "verify": ("verify",),
@@ -554,7 +590,7 @@ LOOKS_AT: dict[str, tuple[str, ...]] = {
     "hpz": ("hpz-parity",),
     "islands": ("islands", "islands-network"),
     "lora": ("lora", "vlm-parity", "verify"),
-    "low-precision": ("megatron-args", "verify"),
+    "low-precision": ("parity", "megatron-args", "verify", "bench-gpu"),
     "megatron": _MEGATRON,
     "noise-scale": ("noise-scale",),
     "optimizers": ("optimizers", "random-runs"),

@@ -214,7 +214,7 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
 
 
-@settings(max_examples=300, **SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=60, **SETTINGS)  # type: ignore[arg-type]
 @given(layouts())
 def test_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
     check(case)

@@ -25,10 +25,10 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sample_of_mutated_data(tmp_path: Path) -> None:
     for mutate in (fuzz.fuzz_chat, fuzz.fuzz_parquet, fuzz.fuzz_files, fuzz.fuzz_templates):
-        assert mutate(200, 1, _made(tmp_path / mutate.__name__))["rows"] > 5, "and some are read"
+        assert mutate(60, 1, _made(tmp_path / mutate.__name__))["rows"] > 1, "and some are read"
     tokenizers(_made(tmp_path / "saved"))
     assert (
-        fuzz.fuzz_tokenizers(60, 1, _made(tmp_path / "tokenizers"), tmp_path / "saved")["rows"] > 1
+        fuzz.fuzz_tokenizers(20, 1, _made(tmp_path / "tokenizers"), tmp_path / "saved")["rows"] > 1
     )
 
 

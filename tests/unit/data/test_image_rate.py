@@ -110,7 +110,7 @@ def test_check_counts_damaged_images(prepared: Path, capsys: pytest.CaptureFixtu
     assert tree(prepared.parent) == before
 
 
-@pytest.mark.alone
+@pytest.mark.prove
 def test_the_queue_never_empties(prepared: Path) -> None:
     """One rank, one process that decodes, steps that sleep as long as planned."""
     figures = slept(prepared)
@@ -118,7 +118,6 @@ def test_the_queue_never_empties(prepared: Path) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.alone
 def test_the_queue_never_empties_of_large_pictures(
     tmp_path: Path, proved: Callable[..., None]
 ) -> None:

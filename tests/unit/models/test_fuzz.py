@@ -1,5 +1,4 @@
-"""A sample of mutated model folders; `make prove` has more and writes them into
-benchmarks/fuzz.json."""
+"""A sample of mutated model folders; `make prove` has more."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from tests.unit.models.fuzz import fuzz_model_configs, fuzz_weight_files
 
 
 def test_a_sample_of_mutated_model_folders(tmp_path: Path) -> None:
-    assert fuzz_weight_files(200, 1, tmp_path)["ok"] > 5
-    assert fuzz_model_configs(20, 1, tmp_path)["mutations"] == 20
+    assert fuzz_weight_files(100, 1, tmp_path)["ok"] > 2
+    assert fuzz_model_configs(8, 1, tmp_path)["mutations"] == 8
 
 
 @pytest.mark.prove

@@ -27,12 +27,8 @@ from tools.generate.traced_graphs import (
 
 SAMPLE = (
     "openai-community/gpt2",
-    "Qwen/Qwen3-32B",
     "google/gemma-2-9b-it",
-    "mistralai/Mixtral-8x7B-v0.1",
     "deepseek-ai/DeepSeek-V2-Lite",
-    "Qwen/Qwen3-30B-A3B",
-    "openai/clip-vit-large-patch14",
     "llava-hf/llava-1.5-7b-hf",
 )
 

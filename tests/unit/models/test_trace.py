@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, JsonValue]] = {
     },
 }
 LENGTH = 512
-SAMPLE = ("llama", "mistral-window", "phi3", "gemma2", "gpt2", "bloom", "mixtral")
+SAMPLE = ("llama", "gemma2", "gpt2", "mixtral")
 ELEMENT_BYTES = {torch.bfloat16: 2, torch.float32: 4}
 
 

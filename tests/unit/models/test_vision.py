@@ -220,6 +220,7 @@ def kept_of(model_type: str) -> tuple[dict[str, int], int, int]:
     return kept, one, two
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("model_type", BYTES)
 def test_kept_bytes_against_real_steps_of_one_and_two_blocks(model_type: str) -> None:
     """Extrapolated to all blocks: a block is the difference."""

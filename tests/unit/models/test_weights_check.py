@@ -88,7 +88,13 @@ TYPES = (
 )
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(t, marks=() if t in ("gpt2", "phi3", "deepseek_v3") else pytest.mark.prove)
+        for t in TYPES
+    ],
+)
 def test_what_save_pretrained_writes_is_loaded_whole(model_type: str, tmp_path: Path) -> None:
     build(model_type).save_pretrained(tmp_path, max_shard_size="100KB")
     assert found(tmp_path) == []

@@ -114,6 +114,7 @@ def peaks(*recomputed: int) -> tuple[int, int]:
     return kept, peak["Total"]
 
 
+@pytest.mark.prove
 def test_recomputing_the_first_layers_takes_less_than_recomputing_the_last() -> None:
     graph = build_model_graph(model_section(FAMILIES["llama"], attention="sdpa"))
     whole, inputs = (

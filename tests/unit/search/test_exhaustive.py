@@ -64,8 +64,8 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
         (SMALL_LLAMA, 1, 16),
         (SMALL_GPT2, 3, 24),
         (LLAMA_8B, 2, 32),
-        (LLAMA_8B, 1, 48),
-        (LLAMA_70B, 8, 96),
+        pytest.param(LLAMA_8B, 1, 48, marks=pytest.mark.prove),
+        pytest.param(LLAMA_70B, 8, 96, marks=pytest.mark.prove),
     ],
 )
 def test_it_finds_what_enumeration_finds(
