@@ -285,15 +285,15 @@ def _other_engine(best: Estimate, other: OtherEngine) -> Variants:
         head = f"{name} would take {step} ({other.slower:+.1%})"
         return (f"{head} with {letters}: {other.because}", f"{head} with {letters}", head)
     faster = f"{-other.slower:.1%} faster"
-    untested = "" if ENGINES[name].tested_on_gpus else " (untested on GPUs)"
-    head = f"{name}{untested} would be {faster} ({step})"
+    engine = name if ENGINES[name].tested_on_gpus else f"{name} (untested on GPUs)"
+    short, head = f"{engine} is {faster}", f"{engine} would be {faster} ({step})"
     if other.wins:
         advice = f"write target: {name}"
         return (
             f"{head} with {letters}: {advice}",
             f"{head}: {advice}",
-            f"{name}{untested} is {faster}: {advice}",
-            f"{name}{untested} is {faster}",
+            f"{short}: {advice}",
+            short,
         )
     if other.peak_bytes > best.memory.capacity_bytes * (1 - _headroom()):
         why = short_why = ", but may not fit"
@@ -303,7 +303,7 @@ def _other_engine(best: Estimate, other: OtherEngine) -> Variants:
     return (
         f"{head} with {letters}, but {other.because}",
         f"{head}{why}",
-        f"{name}{untested} is {faster}{why}",
-        f"{name}{untested} is {faster}{short_why}",
-        f"{name}{untested} is {faster}",
+        f"{short}{why}",
+        f"{short}{short_why}",
+        short,
     )
