@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.calibrate.measurement_job import Job, ProcessResult, cpu_name
-from shardwright.utils.child_processes import free_port
 from shardwright.utils.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def _engine(bench: Stopwatch, budget: float) -> None:
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": "0",  # chosen as it listens, so no other process takes it in between
     }
     with _environment(alone):
         runtime.prepare_process(plan, user_training_loop=False)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from shardwright.cli.terminal import labelled_lines, table_lines, table_width, terminal_width
 from shardwright.cost.calibrated_costs import measured_run_of
 from shardwright.cost.cost_constants import default_constants
-from shardwright.engines.engine_table import AUTO_TARGET
+from shardwright.engines.engine_table import AUTO_TARGET, ENGINES
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.report.plan_sentences import is_tested_on_gpus
 from shardwright.search.engine_choice import OtherEngine, uncompared_engines_reason
 from shardwright.search.layout_comparison import largest_loss
 from shardwright.search.ranking_penalties import complexity_features, risk_adjusted_seconds
@@ -286,15 +285,15 @@ def _other_engine(best: Estimate, other: OtherEngine) -> Variants:
         head = f"{name} would take {step} ({other.slower:+.1%})"
         return (f"{head} with {letters}: {other.because}", f"{head} with {letters}", head)
     faster = f"{-other.slower:.1%} faster"
-    untested = "" if is_tested_on_gpus(name) else " (untested on GPUs)"
-    head = f"{name}{untested} would be {faster} ({step})"
+    engine = name if ENGINES[name].tested_on_gpus else f"{name} (untested on GPUs)"
+    short, head = f"{engine} is {faster}", f"{engine} would be {faster} ({step})"
     if other.wins:
         advice = f"write target: {name}"
         return (
             f"{head} with {letters}: {advice}",
             f"{head}: {advice}",
-            f"{name}{untested} is {faster}: {advice}",
-            f"{name}{untested} is {faster}",
+            f"{short}: {advice}",
+            short,
         )
     if other.peak_bytes > best.memory.capacity_bytes * (1 - _headroom()):
         why = short_why = ", but may not fit"
@@ -304,7 +303,7 @@ def _other_engine(best: Estimate, other: OtherEngine) -> Variants:
     return (
         f"{head} with {letters}, but {other.because}",
         f"{head}{why}",
-        f"{name}{untested} is {faster}{why}",
-        f"{name}{untested} is {faster}{short_why}",
-        f"{name}{untested} is {faster}",
+        f"{short}{why}",
+        f"{short}{short_why}",
+        short,
     )

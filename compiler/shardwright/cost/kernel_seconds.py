@@ -8,7 +8,7 @@ Sources: the roofline model (Williams et al., 2009); tile and wave quantisation 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from shardwright.cost.chip_rates import (
@@ -220,6 +220,16 @@ def head_norm_seconds(device: Device, c: Constants, moved_bytes: float) -> float
     return moved_bytes / rate
 
 
+TORCHAO_CASTS: Mapping[tuple[str, LowPrecision], tuple[str, str]] = {
+    ("hf", "fp8_tensorwise"): ("low_precision_cast_bytes_hf", "unfused_cast_efficiency"),
+    ("hf", "fp8_rowwise"): ("low_precision_cast_bytes_hf", "unfused_cast_efficiency"),
+    ("compiled", "fp8_tensorwise"): ("low_precision_cast_bytes_compiled", "memory_efficiency"),
+    ("compiled", "fp8_rowwise"): ("low_precision_cast_bytes_rowwise", "unfused_cast_efficiency"),
+}
+"""Maps (family of kernels, format) to two constants: the bytes that a cast moves per element, and
+the share of the memory bandwidth. Other pairs are Transformer Engine's."""
+
+
 def linear_cast_seconds(
     device: Device,
     c: Constants,
@@ -236,22 +246,17 @@ def linear_cast_seconds(
     both products that it is in (torchao/float8/float8_linear.py, matmul_with_hp_or_float8_args);
     maxima of columns, which rows' scales need, are as slow compiled as in PyTorch's own kernels.
 
-    family: of kernels, the constants' suffix
+    family: of kernels
     """
     operands, gradients = (m + n) * k, m * n
-    is_torchao = family in ("hf", "compiled") and low_precision in ("fp8_tensorwise", "fp8_rowwise")
-    if not is_torchao:
+    torchao = TORCHAO_CASTS.get((family, low_precision))
+    if torchao is None:
         moved = c.low_precision_cast_bytes_megatron
         return traffic_seconds(device, c, moved * operands), traffic_seconds(
             device, c, moved * gradients
         )
-    is_rowwise = low_precision == "fp8_rowwise"
-    suffix = "rowwise" if is_rowwise and family == "compiled" else family
-    is_fused = family == "compiled" and not is_rowwise
-    rate = device.bytes_per_second * (
-        c.memory_efficiency if is_fused else c.unfused_cast_efficiency
-    )
-    seconds = c.of_family("low_precision_cast_bytes", suffix) / rate
+    moved, efficiency = (getattr(c, name) for name in torchao)
+    seconds = moved / (device.bytes_per_second * efficiency)
     return seconds * operands, seconds * (operands + 2 * gradients)
 
 

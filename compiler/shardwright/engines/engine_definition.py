@@ -117,6 +117,7 @@ class Engine:
     measures_noise_scale: the engine measures the gradient noise scale
     pads_vocabulary: to a multiple of the tensor ranks; the last ranks have fewer tokens
     automatic: `target: auto` may choose the engine
+    tested_on_gpus: training was compared with single-process runs on GPUs, not only on CPU ranks
     unsupported_reason: returns what of a model the engine does not train; "" where nothing is known
     """
 
@@ -151,6 +152,7 @@ class Engine:
     measures_noise_scale: bool = False
     pads_vocabulary: bool = False
     automatic: bool = True
+    tested_on_gpus: bool = True
     unsupported_reason: Callable[[ModelGraph], str] = lambda graph: ""
 
     def trained_values(self) -> dict[str, tuple[str, ...]]:

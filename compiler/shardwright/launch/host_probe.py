@@ -57,11 +57,11 @@ class ProbeRequest:
 class HostFacts:
     """time: of the host's clock, seconds. digest: of the compiled files, None where there is no
     plan. sees_marker: whether the folder is the one that doctor looks at. busy: a sentence for each
-    GPU that somebody holds. absent: of the inputs. free_port: None where something listens on the
-    master's. missing_tools: what a build needs and is not there. stale_build_locks: that builds
-    left behind. has_rdma: whether it has InfiniBand or RoCE cards. locked_memory_bytes: the most
-    that a process may lock, None without a limit. shared_memory_bytes: free in /dev/shm, None where
-    there is none."""
+    GPU that somebody holds. absent: of the inputs. free_port: held for the rendezvous, None where
+    another process listens on the master's. missing_tools: what a build needs and is not there.
+    stale_build_locks: that builds left behind. has_rdma: whether it has InfiniBand or RoCE cards.
+    locked_memory_bytes: the most that a process may lock, None without a limit.
+    shared_memory_bytes: free in /dev/shm, None where there is none."""
 
     time: float = 0.0
     hostname: str = ""
@@ -263,6 +263,7 @@ ANSWER_PREFIX = "@shardwright-probe "
 def main() -> int:
     request = msgspec.json.decode(sys.stdin.readline(), type=ProbeRequest)
     os.environ.update(request.environment)
+    listener = _listener(request.port)
     folder = Path(request.folder)
     checkpoints = folder / request.checkpoints
     existing = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
@@ -292,7 +293,7 @@ def main() -> int:
                 writable=os.access(existing, os.W_OK | os.X_OK),
                 memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
                 absent=tuple(path for path in request.inputs if not glob.glob(path)),
-                free_port=_free_port(request.port),
+                free_port=None if listener is None else listener.getsockname()[1],
                 missing_tools=_missing_tools() if request.builds else (),
                 stale_build_locks=tuple(map(str, stale_build_locks())) if request.builds else (),
                 has_rdma=bool(glob.glob("/sys/class/infiniband/*")),
@@ -306,7 +307,7 @@ def main() -> int:
     for line in sys.stdin:
         meeting = msgspec.json.decode(line, type=RendezvousRequest)
         try:
-            _answer(rendezvous_result_to_json(_rendezvous(meeting)))
+            _answer(rendezvous_result_to_json(_rendezvous(meeting, listener)))
         except Exception as error:  # whatever gloo raises is the answer
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             _answer(rendezvous_result_to_json(RendezvousResult(error=text)))
@@ -398,18 +399,21 @@ def _gpus_in_use() -> list[str]:
     ]
 
 
-def _free_port(port: int | None) -> int | None:
-    """`port` if nothing listens there, any free one where none is asked for, else None."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("", port or 0))
-        except OSError:
-            return None
-        return int(s.getsockname()[1])
+def _listener(port: int | None) -> socket.socket | None:
+    """Return a socket that listens at `port`, or at any free port for None; None where another
+    process listens there.
+
+    The socket stays open: no other process can take the port before the hosts meet there.
+    """
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        return socket.create_server(("", port or 0), family=family, dualstack_ipv6=dual)
+    except OSError:
+        return None
 
 
-def _rendezvous(meeting: RendezvousRequest) -> RendezvousResult:
+def _rendezvous(meeting: RendezvousRequest, listener: socket.socket | None) -> RendezvousResult:
     """A TCP connection to the master's port, then an all-reduce over all hosts, as training would
     open it."""
     from datetime import timedelta
@@ -432,6 +436,7 @@ def _rendezvous(meeting: RendezvousRequest) -> RendezvousResult:
         is_master=rank == 0,
         timeout=left,
         wait_for_workers=False,
+        master_listen_fd=listener.detach() if rank == 0 and listener else None,
     )
     # One process a host, on its first GPU: the bandwidth of one GPU's share of the network.
     device = torch.device("cpu" if meeting.cpu else "cuda:0")

@@ -224,7 +224,8 @@ def chosen_kernels_text(chosen: ChosenKernels) -> str:
 
 def other_engine_text(other: OtherEngine) -> str:
     """Return what the best layout under another engine takes, and why one of the two loses."""
-    untested = "" if is_tested_on_gpus(other.target) else f"; {other.target} is not tested on GPUs"
+    is_tested = ENGINES[other.target].tested_on_gpus
+    untested = "" if is_tested else f"; {other.target} is not tested on GPUs"
     taken = f"target: auto takes {other.chosen}; " if other.automatic else ""
     loser = other.chosen if other.wins else other.target
     return (
@@ -232,11 +233,6 @@ def other_engine_text(other: OtherEngine) -> str:
         f"s ({other.slower:+.1%}), {other.strategy.describe()}; {loser} ranks lower: "
         f"{other.because}{untested}"
     )
-
-
-def is_tested_on_gpus(target: str) -> bool:
-    """Return whether training under this engine was compared with single processes on GPUs too."""
-    return "SW3168" not in ENGINES[target].rules
 
 
 def cluster_bound_text(sizing: ClusterSizing) -> str:

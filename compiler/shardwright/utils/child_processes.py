@@ -75,8 +75,7 @@ def free_port() -> int:
 
     The choice is random and ignores seeds: processes that ask at the same time hardly agree.
     """
-    candidates = random.SystemRandom().sample(LISTENING_PORTS, min(len(LISTENING_PORTS), 100))
-    for port in (*candidates, 0):
+    for port in (*random.SystemRandom().choices(LISTENING_PORTS, k=100), 0):
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("", port))
             return int(s.getsockname()[1])

@@ -147,6 +147,9 @@ def test_a_layout_that_it_does_not_run(
 
 
 def test_a_gpu_is_said_not_to_have_run_it(write_recipe: Callable[..., Path]) -> None:
+    untested = {name for name, row in engine_table.ENGINES.items() if not row.tested_on_gpus}
+    warned = {name for name, row in engine_table.ENGINES.items() if "SW3168" in row.rules}
+    assert untested == warned == {"megatron"}
     for gpu, said in ("cpu", False), ("h100-sxm-80gb", True):
         changes = {"target": "megatron", "cluster.gpu": gpu, "parallelism": LAYOUT}
         _, estimate = estimate_recipe(load_recipe(write_recipe(changes)))

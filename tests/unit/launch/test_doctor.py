@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardwright.launch.host_probe import (
     Probe,
     ProbedHost,
     ProbeRequest,
+    RendezvousRequest,
     RendezvousResult,
     host_facts_to_json,
     rendezvous_result_to_json,
@@ -144,19 +146,49 @@ def test_limits_of_memory_that_ranks_lock_and_share(plan: Plan, tmp_path: Path) 
     assert codes(one, **low) == [] and codes(on_gpus) == []
 
 
-def test_a_host_tells_its_limits(tmp_path: Path, plan: Plan) -> None:
-    request = ProbeRequest(
-        folder=str(tmp_path),
-        checkpoints="checkpoints",
-        mark="m",
-        cpu=True,
-        inputs=(),
-        port=None,
-        environment={},
-    )
-    probe = Probe("here", reach="local")
+def test_the_port_of_a_rendezvous_is_held_until_the_hosts_meet(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as other:
+        taken = started_probe(tmp_path, other.getsockname()[1])
+        try:
+            taken.wait("facts", time.monotonic() + 60)
+            assert taken.result.received and taken.result.facts.free_port is None
+        finally:
+            taken.close()
+    probe = started_probe(tmp_path, None)
     try:
-        probe.ask(request)
+        probe.wait("facts", time.monotonic() + 60)
+        port = probe.result.facts.free_port
+        assert port is not None
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("", port))
+        probe.ask(
+            RendezvousRequest(rank=0, world=1, address="127.0.0.1", port=port, seconds=30, cpu=True)
+        )
+        probe.wait("met", time.monotonic() + 60)
+        assert probe.result.met.sum == 1, probe.result
+    finally:
+        probe.close()
+
+
+def started_probe(folder: Path, port: int | None) -> Probe:
+    probe = Probe("here", reach="local")
+    probe.ask(
+        ProbeRequest(
+            folder=str(folder),
+            checkpoints="checkpoints",
+            mark="m",
+            cpu=True,
+            inputs=(),
+            port=port,
+            environment={},
+        )
+    )
+    return probe
+
+
+def test_a_host_tells_its_limits(tmp_path: Path, plan: Plan) -> None:
+    probe = started_probe(tmp_path, None)
+    try:
         probe.wait("facts", time.monotonic() + 60)
         facts = probe.result.facts
     finally:

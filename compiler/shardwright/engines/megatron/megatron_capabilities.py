@@ -565,6 +565,7 @@ MEGATRON = Engine(
     ),
     types=frozenset(MODEL_MAPPINGS),
     pads_vocabulary=True,
+    tested_on_gpus=False,
     transformer_engine=transformer_engine_choice,
     recompute_obstacle=recompute_obstacle,
     unsupported_reason=_unsupported_reason,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -488,11 +489,10 @@ def zero_padding(found: Iterable[ParameterRange]) -> None:
     Neither weights nor a checkpoint has values for these rows, and no token is one of them. Yet the
     head multiplies by them, so a NaN in memory that was never written is one in every gradient.
     """
-    held: dict[int, tuple[torch.Tensor, int]] = {}
+    sizes = Counter[torch.Tensor]()
     for piece in found:
-        _, numel = held.get(id(piece.parameter), (piece.parameter, 0))
-        held[id(piece.parameter)] = piece.parameter, numel + piece.numel
-    for parameter, numel in held.values():
+        sizes[piece.parameter] += piece.numel
+    for parameter, numel in sizes.items():
         if numel < parameter.numel():
             parameter.zero_()
 
