@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from shardwright.cost.layout_costs import break_down
 from shardwright.layout.gpu_cluster import Cluster
 from shardwright.layout.layout import Layout
-from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.search.layout_resolution import estimate_layout, resolve_layout
 from shardwright.search.legal_layouts import candidate_layouts
@@ -28,20 +28,21 @@ def layouts() -> list[tuple[str, int, Layout]]:
         for nodes in (1, 4):
             cluster = cluster_of(nodes)
             recipe = recipe_for(offload=None)
-            legal = [
+            problem = problem_of(recipe, graph, cluster)
+            candidates = list(candidate_layouts(problem))
+            draw.shuffle(candidates)
+            # Drawn, then checked: to check all takes seconds at each collection of the tests.
+            legal = (
                 s
-                for s in candidate_layouts(problem_of(recipe, graph, cluster))
-                if all(
-                    d.severity != "error"
-                    for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
-                )
-            ]
-            found += [(model, nodes, s) for s in draw.sample(legal, 25)]
-            full = [s for s in legal if s.activation_checkpointing == "full"]
+                for s in candidates
+                if all(d.severity != "error" for d in check_layout(problem, s))
+            )
+            found += [(model, nodes, s) for s in itertools.islice(legal, 25)]
+            full = (s for s in legal if s.activation_checkpointing == "full")
             some = PartialCheckpointing(full=1)
             found += [
                 (model, nodes, dataclasses.replace(s, activation_checkpointing=some))
-                for s in draw.sample(full, 5)
+                for s in itertools.islice(full, 5)
             ]
     return found
 
