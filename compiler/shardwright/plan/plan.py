@@ -504,7 +504,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def _leave_out_defaults(data: dict[str, Any]) -> None:
     if data["add_bos_token"] == "auto":
         del data["add_bos_token"]
-    for key in ("labelled", "scored", "packs_pairs"):
+    for key in ("labelled", "scored"):
         if not data[key]:
             del data[key]
     if data["images"] is None:

@@ -338,7 +338,6 @@ def _data(data: Section, directory: str, traits: ObjectiveTraits) -> Section:
         "shuffle": True,
         "labelled": traits.reads_labels and is_preference,
         "scored": traits.scores_sequences and is_preference,
-        "packs_pairs": is_preference and data.get("packing") is True,
     } | data
     if resolved["path"] is not None:
         resolved["path"] = absolute_dataset_path(
