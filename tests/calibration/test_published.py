@@ -147,7 +147,7 @@ def test_nanotron_tells_what_its_first_rank_allocated() -> None:
 
 @pytest.mark.prove
 def test_all_rows() -> None:
-    """What CHANGELOG and README say of the cost model."""
+    """What README says of the cost model."""
     cases = load_cases()
     found = scored(cases, default_constants())
     assert found["time"] <= 0.05 and found["memory"] <= 0.07

@@ -99,7 +99,7 @@ def test_what_transformer_config_refuses_is_a_diagnostic(
         cluster={"nodes": 1, "gpus_per_node": 4, "gpu": "b200-sxm-180gb"},
         parallelism={**LAYOUT, "pipeline": 4},
     )
-    middle = PlanLowPrecision(format="mxfp8", modules=("model.layers.4.mlp.down_proj",))
+    middle = PlanLowPrecision(format="mxfp8", modules=("model.layers.4.mlp.down_proj",), experts=())
     plan = dataclasses.replace(plan, low_precision=middle)
     with pytest.raises(Refusal) as caught:
         transformer_settings(plan, AutoConfig.for_model(**DENSE))

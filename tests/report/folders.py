@@ -101,7 +101,7 @@ def with_islands_run(folder: Path, steps: int = 60) -> Path:
             "".join(json.dumps(line) + "\n" for line in waits) + '{"st'
         )
     rounds = [
-        {"step": s, "members": [0, 1] if s < 50 else [0], "joined": []}
+        {"step": s, "members": [0, 1] if s < 50 else [0], "joined": [], "seconds": 0.2}
         for s in range(10, steps + 1, 10)
     ]
     (folder / "run").mkdir(exist_ok=True)

@@ -310,6 +310,7 @@ def measurements(
         layers=tuple(_layers(rows)),
         engine=tuple(_engine(rows)),
         samples=shown,
+        runs=(),
     )
 
 

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.layout.parameter_sharding import ParameterSharding
@@ -43,7 +43,7 @@ class Fragment:
     file: int
     start: int
     numel: int
-    at: int = 0
+    at: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class SavedTensor:
     transposed: bool
     states: tuple[str, ...]
     shards: tuple[tuple[Fragment, ...], ...]
-    experts: int = 1
+    experts: int
 
     @property
     def has_even_expert_parts(self) -> bool:
@@ -107,9 +107,9 @@ class Manifest:
     loss_scale: dict[str, float] | None
     tensors: dict[str, SavedTensor]
     files: tuple[SavedFile, ...]
-    rows: tuple[int, ...] = ()
-    finite: bool = True
-    data: dict[str, str] = field(default_factory=dict)
+    rows: tuple[int, ...]
+    finite: bool
+    data: dict[str, str]
 
     def verify(self) -> None:
         """Raise ValueError where it is inconsistent: its file is untrusted input."""

@@ -289,7 +289,7 @@ class CheckpointStore:
         """Return the manifest's `finite`."""
         with self._explained("read"):
             manifest = parse_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
-            return isinstance(manifest, dict) and manifest.get("finite") is not False
+            return isinstance(manifest, dict) and manifest.get("finite") is True
 
     def remove(self, name: str) -> None:
         with self._explained("pruned"):

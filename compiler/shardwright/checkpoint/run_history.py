@@ -33,7 +33,7 @@ class ParentRun:
 class RunHistory:
     """Hold a run's id and the runs that it was resumed from.
 
-    run: "" for checkpoints from before runs had ids.
+    run: "" for checkpoints that a training loop of one's own wrote, or whose run.json is damaged.
     before: earlier runs, oldest first.
     """
 

@@ -250,7 +250,7 @@ def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
     from shardwright.data.data_preparation import prepared_folder, prepared_sample
     from shardwright.data.data_sources import tokenized_sections
     from shardwright.data.data_summary import record_samples, summarize, summarize_validation
-    from shardwright.data.image_files import read_image_counts
+    from shardwright.data.image_files import ImageCounts, read_image_counts
     from shardwright.data.source_files import read_record_counts
     from shardwright.plan.plan import load_plan
     from shardwright.recipe.recipe_loader import load_recipe
@@ -282,7 +282,7 @@ def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
                 tokenized_sections(plan), tokenized_sections(tolerant), strict=True
             ):
                 here = prepared_folder(prepared, copy)
-                counts = read_image_counts(here)
+                counts = ImageCounts(told=[]) if part.images is None else read_image_counts(here)
                 read_record_counts(here).check(part.skip_damaged, counts.damaged, counts.told)
     return 0
 

@@ -262,9 +262,9 @@ def _merged_rows(whole: MergedStatus, islands: Mapping[int, RunStatus]) -> list[
         rows.append(("speed", f"{whole.tokens_per_second:,.0f} tokens/s"))
     last, outer = whole.last_outer_step, "none yet, or the store is elsewhere"
     if last is not None:
-        joined, seconds = last.get("joined"), last.get("seconds")
+        joined, seconds = last["joined"], last["seconds"]
         outer = f"{_outer_steps(whole.outer_steps)}, the last at {_outer_step_text(last)}"
-        outer += "" if seconds is None else f", {format_number(seconds)} s in the store"
+        outer += f", {format_number(seconds)} s in the store"
         outer += f"; {_listed(joined)} took their state" if joined else ""
     rows.append(("outer", outer))
     for each in whole.missing:

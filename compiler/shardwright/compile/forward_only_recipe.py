@@ -18,7 +18,7 @@ from shardwright.recipe.recipe_loader import recipe_from_document
 from shardwright.recipe.recipe_types import DataSection, Recipe
 from shardwright.utils.json_values import JsonObject, JsonValue
 
-_ISLAND_KEYS = ("islands", "inter_island_gbits_per_second", "inter_island_latency_ms")
+_ISLAND_KEYS = ("islands", "inter_island_gbits_per_second")
 _LAUNCH_KEYS_OF_TRAINING = ("recovery", "outer_store")
 
 

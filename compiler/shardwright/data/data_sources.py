@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwright.data.indexed_dataset import PREPARED_FORMAT
 from shardwright.diagnostics import refusal
-from shardwright.plan.plan import Plan, images_without_defaults
+from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import (
     DOCSTRING_PAIRS_DATASET,
     DRAWN_SHAPES_DATASET,
@@ -75,17 +75,9 @@ def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSo
         paths = sorted((folder / str(tokenizer)).iterdir())
         tokenizer = _digest([[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in paths])
     read_by: list[object] = [PREPARED_FORMAT, part.kind, part.path, tokenizer]
-    read_by += [part.field, part.messages, part.template, part.train_on]
-    if part.images is not None:
-        read_by.append(images_without_defaults(asdict(part.images)))
-    if part.images is not None or part.skip_damaged:
-        read_by.append(part.skip_damaged)
-    if part.labelled:
-        read_by.append("labelled")
-    if part.scored:
-        read_by.append("scored")
-    if part.add_bos_token != "auto":
-        read_by.append(f"add_bos_token {part.add_bos_token}")
+    read_by += [part.field, part.messages, part.template, part.train_on, part.skip_damaged]
+    read_by += [part.labelled, part.scored, part.add_bos_token]
+    read_by.append(None if part.images is None else asdict(part.images))
     settings = _digest(read_by)
     try:
         stats = [os.stat(name) for name in files]

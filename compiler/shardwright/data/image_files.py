@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.chat_format import Message
+from shardwright.data.indexed_dataset import damaged_data
 from shardwright.diagnostics import refusal
 from shardwright.utils.file_io import read_regular_file
 from shardwright.utils.json_values import JsonValue
@@ -395,7 +396,8 @@ def open_images(folder: Path) -> ImageTable | None:
 
 
 def read_image_counts(folder: Path) -> ImageCounts:
+    """Return the counts of prepared data with images. Raises SW6120."""
     try:
         return ImageCounts(**json.loads((folder / IMAGE_COUNTS_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
-        return ImageCounts(told=[])
+        raise damaged_data(folder, f"{IMAGE_COUNTS_FILE} cannot be read") from None

@@ -34,7 +34,7 @@ class TokenManifest:
     dtype: type of tokens.bin.
     trained: number of labels, None where every token is one.
     empty: source files and records without text.
-    digest: SHA-256 (hex) of everything written, "" from an earlier version.
+    digest: SHA-256 (hex) of everything written.
     """
 
     format: int
@@ -169,7 +169,7 @@ def open_documents(folder: Path) -> Documents:
     says."""
     manifest = read_manifest(folder)
     if manifest is None:
-        raise _damaged(folder, "it has no manifest")
+        raise damaged_data(folder, "it has no manifest")
     dtype = np.dtype(manifest.dtype)
     arrays: list[npt.NDArray[np.integer]] = []
     for name, kind, count in (
@@ -182,7 +182,7 @@ def open_documents(folder: Path) -> Documents:
         path = folder / name
         size = path.stat().st_size if path.exists() else -1
         if size != count * kind.itemsize:
-            raise _damaged(folder, f"{name} has {size} bytes, not {count * kind.itemsize}")
+            raise damaged_data(folder, f"{name} has {size} bytes, not {count * kind.itemsize}")
         arrays.append(np.memmap(path, dtype=kind, mode="r", shape=(count,)))
     return Documents(
         tokens=arrays[0],
@@ -191,7 +191,8 @@ def open_documents(folder: Path) -> Documents:
     )
 
 
-def _damaged(folder: Path, why: str) -> Exception:
+def damaged_data(folder: Path, why: str) -> Exception:
+    """Build SW6120."""
     return refusal(
         "SW6120",
         f"the prepared data in {str(folder)!r} is damaged: {why}",
@@ -199,7 +200,7 @@ def _damaged(folder: Path, why: str) -> Exception:
     )
 
 
-PREPARED_FORMAT = 2
+PREPARED_FORMAT = 1
 """Version of the prepared files, part of their key."""
 
 # Megatron's indexed datasets: NAME.bin holds ids, NAME.idx lengths of sequences and documents

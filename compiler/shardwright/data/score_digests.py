@@ -11,11 +11,11 @@ from pathlib import Path
 
 from shardwright.data.data_preparation import prepared_folder
 from shardwright.data.data_sources import all_data_sections
-from shardwright.data.dataset import files_digest, prepared_files
+from shardwright.data.dataset import files_digest
 from shardwright.data.indexed_dataset import read_manifest
 from shardwright.data.score_files import is_score_file
 from shardwright.diagnostics import refusal
-from shardwright.plan.plan import Plan, images_without_defaults
+from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.json_values import canonical_hash
 
@@ -159,8 +159,8 @@ def _data_digest(plan: Plan, part: DataSection, folder: Path) -> object:
         return files_digest([Path(str(part.path))])
     if part.kind == "megatron":
         return files_digest([Path(f"{part.path}.idx"), Path(f"{part.path}.bin")])
-    images = None if part.images is None else images_without_defaults(asdict(part.images))
+    images = None if part.images is None else asdict(part.images)
     here = prepared_folder(part, folder)
     manifest = read_manifest(here)
-    own = manifest.digest if manifest is not None else ""
-    return [images, own or files_digest(prepared_files(here))]
+    assert manifest is not None, "prepared_folder has found it"
+    return [images, manifest.digest]

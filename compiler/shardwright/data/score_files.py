@@ -26,7 +26,7 @@ from shardwright.data.sequences import Indices, SequenceBatch, SequenceDataset
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.utils.file_io import write_atomically
 
-FORMAT, MANIFEST = 3, "manifest.json"
+FORMAT, MANIFEST = 1, "manifest.json"
 TRAIN, VALIDATION = "train", "validation"
 
 _DTYPES = {"I32": np.int32, "I64": np.int64, "F32": np.float32}

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 from tqdm import tqdm
 
 from shardwright.data.chat_format import drop_nulls
+from shardwright.data.indexed_dataset import damaged_data
 from shardwright.data.tokenizers import without_surrogates
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.utils.installation import install_command
@@ -316,12 +317,12 @@ class RecordCounts:
 
 
 def read_record_counts(folder: Path) -> RecordCounts:
-    """Return the counts of a folder of prepared data; empty ones for an earlier version's."""
+    """Return the counts of a folder of prepared data. Raises SW6120."""
     try:
         document: Any = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         return RecordCounts(**document)
     except (OSError, ValueError, TypeError):
-        return RecordCounts()
+        raise damaged_data(folder, f"{REPORT_FILE} cannot be read") from None
 
 
 # Records and text, piece by piece: no file is ever completely in memory.

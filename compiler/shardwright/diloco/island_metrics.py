@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 import msgspec
 
@@ -73,8 +73,8 @@ class RoundLine(StepLine):
     """A line of run/rounds.jsonl."""
 
     members: list[Count]
-    joined: NotRequired[list[Count]]
-    seconds: NotRequired[Seconds]
+    joined: list[Count]
+    seconds: Seconds
 
 
 def effective_rounds(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def missing(count: int, rounds: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     for island in range(count):
         without = 0
         for each in reversed(rounds):
-            if island in each["members"] or island in each.get("joined", ()):
+            if island in each["members"] or island in each["joined"]:
                 break
             without += 1
         if without:

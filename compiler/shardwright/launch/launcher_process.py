@@ -469,7 +469,7 @@ def _stream(
     stall: RunStalled | None = None
     blot = secret_redactor(plan.launch.env_from, secrets_of_plan(plan.launch, plan.checkpoint))
     path = folder / "run" / "launcher.log"
-    path.unlink(missing_ok=True)  # an earlier version left it readable to all
+    path.unlink(missing_ok=True)  # a file that stands there may be readable to all
     unlogged: deque[str] = deque(maxlen=MAX_UNLOGGED_LINES)
     with (
         os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0) as file,

@@ -22,11 +22,6 @@ _NAME = "*"
 def graph_to_json(graph: ModelGraph) -> str:
     """Write the graph as JSON; equal graphs give equal text."""
     document = dataclasses.asdict(dataclasses.replace(graph, layers=()))
-    if graph.task == "causal-lm":
-        del document["task"]
-    if not graph.task_traits.has_images:
-        for name in ("vision", "modules_run_per_image"):
-            del document[name]
     kinds: list[dict[str, Any]] = []
     places: list[tuple[str, int]] = []
     for layer in graph.layers:

@@ -102,16 +102,17 @@ def end_cause(end: Mapping[str, Any], lost_hosts: Sequence[str] = ()) -> str:
 class _TimedLine(StepLine):
     attempt: Count
     step_seconds: Seconds
+    time: Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """Hold what run/metrics.jsonl tells of one attempt: when its first step began and its last one
-    ended (Unix seconds; None in files of an earlier version), and the seconds of its steps."""
+    ended (Unix seconds), and the seconds of its steps."""
 
     last_step: int
-    began: float | None
-    ended: float | None
+    began: float
+    ended: float
     seconds: float
 
 
@@ -119,15 +120,13 @@ def read_step_times(folder: Path) -> dict[int, StepTimes]:
     """Return the step times of each attempt with lines in run/metrics.jsonl."""
     found: dict[int, StepTimes] = {}
     for line in read_json_lines(folder / METRICS_FILE, _TimedLine):
-        number, time = line["attempt"], line.get("time")
-        ended = float(time) if isinstance(time, int | float) else None
+        number, ended, seconds = line["attempt"], float(line["time"]), float(line["step_seconds"])
         known = found.get(number)
-        began = None if ended is None else ended - line["step_seconds"]
         found[number] = StepTimes(
             last_step=line["step"],
-            began=known.began if known else began,
+            began=known.began if known else ended - seconds,
             ended=ended,
-            seconds=(known.seconds if known else 0.0) + float(line["step_seconds"]),
+            seconds=(known.seconds if known else 0.0) + seconds,
         )
     return found
 
@@ -245,7 +244,7 @@ def run_cost(folder: Path) -> RunCost:
             lost[cause] = round(lost.get(cause, 0.0) + each.seconds_lost, 3)
     starts = [each["start"].get("time") for each in attempts if each["start"]]
     trained = sum(each.seconds for each in times.values())
-    last = max((each.ended or 0.0 for each in times.values()), default=0.0)
+    last = max((each.ended for each in times.values()), default=0.0)
     elapsed = last - starts[0] if starts and starts[0] is not None and last else 0.0
     return RunCost(
         restarts=max(0, len(summaries) - 1),

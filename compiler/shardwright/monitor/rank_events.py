@@ -166,7 +166,7 @@ class RunStalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNotice:
-    """Reports a notice, also one of another version's kind. The text "" is no notice."""
+    """Reports a notice, or an event of an unknown kind. The text "" is no notice."""
 
     kind: ClassVar[str] = "note"
     text: str

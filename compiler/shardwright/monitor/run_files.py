@@ -44,7 +44,7 @@ class MetricsLine(StepLine):
     """A line of run/metrics.jsonl. loss, grad_norm: null where they are not finite. time: Unix
     seconds at the step's end. margin, accuracy: of a preference objective. kl: of distillation.
     skipped: true where the step made no update (monitor/skipped_batches.py); such a line has no
-    loss. A line of an earlier version lacks some."""
+    loss."""
 
     loss: NotRequired[Figure | None]
     grad_norm: NotRequired[Figure | None]
@@ -113,7 +113,7 @@ class AttemptRecord:
 
 
 def read_attempt_record(folder: Path) -> AttemptRecord:
-    """folder: the compiled one. A file of an earlier version lacks some."""
+    """folder: the compiled one. A field that is damaged or missing has its default."""
     document = read_json(folder / ATTEMPT_FILE)
     return _record_without_unknown_keys(
         AttemptRecord, {**document, "number": document.get("attempt")}

@@ -1,8 +1,7 @@
 """Define Plan, every decision of a compile; plan.json is this record, field by field.
 
 Other files that a run reads (ds_config.json, the model's configuration, the tokenizer) are recorded
-by their digests. Adding a field with a default is a minor change; renaming or removing one raises
-PLAN_VERSION.
+by their digests.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import refusal
-from shardwright.layout.axes import axis_named, rank_coordinates
+from shardwright.layout.axes import rank_coordinates
 from shardwright.layout.device_kinds import CPU, GPU, DeviceKind
 from shardwright.layout.fused_weights import FusedOrder, JoinedMatrices
 from shardwright.layout.layout import Layout
@@ -27,9 +26,9 @@ from shardwright.layout.quantized_moments import is_quantized
 from shardwright.models.model_files import RemoteCode
 from shardwright.models.model_graph import PipelineSplit, name_pattern
 from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
-from shardwright.recipe.learning_rate_schedules import OPTIONAL_KEYS, scheduled_rate
+from shardwright.recipe.learning_rate_schedules import scheduled_rate
 from shardwright.recipe.literal_types import AutoSwitch, Kernels, Loss, TaskName
-from shardwright.recipe.objectives import without_objective_defaults
+from shardwright.recipe.objectives import without_null_objective_keys
 from shardwright.recipe.optimizer_keys import keys_without_effect
 from shardwright.recipe.recipe_types import (
     CheckpointSection,
@@ -48,6 +47,7 @@ from shardwright.utils.file_io import parse_strict_json, read_regular_text_file
 from shardwright.utils.json_values import JsonObject, copy_shared_fields, read_record
 
 PLAN_VERSION = 1
+"""Names the fields and their meaning; a plan of another version is refused."""
 MAX_PREDICTED = 1e30  # of seconds, bytes and tokens; sums and products of them are still finite
 MAX_PLAN_BYTES = 2**30
 """Bounds plan.json: a hundred times that of the largest plan."""
@@ -105,13 +105,13 @@ class PlanModel:
     total_parameters: int
     vocabulary_size: int
     dropout: float
-    remote_code: RemoteCode | None = None
-    kernels: Kernels = "hf"
-    router_aux_loss: PlanRouterAuxLoss | None = None
-    task: TaskName = "causal-lm"
-    frozen: tuple[str, ...] = ()
-    vision_encoder_blocks: tuple[str, ...] = ()
-    transformer_engine: AutoSwitch = "off"
+    remote_code: RemoteCode | None
+    kernels: Kernels
+    router_aux_loss: PlanRouterAuxLoss | None
+    task: TaskName
+    frozen: tuple[str, ...]
+    vision_encoder_blocks: tuple[str, ...]
+    transformer_engine: AutoSwitch
 
     def is_frozen(self, parameter: str) -> bool:
         """Return whether the parameter is frozen by `model.freeze` or never reached by a
@@ -153,7 +153,7 @@ class PlanLowPrecision:
 
     format: str
     modules: tuple[str, ...]
-    experts: tuple[str, ...] = ()
+    experts: tuple[str, ...]
 
     @property
     def weights(self) -> frozenset[str]:
@@ -174,7 +174,7 @@ class PlanRank:
     slot: int
     pipeline: int
     data: int
-    context: int = 0
+    context: int
     tensor: int
     parameter_bytes: int
 
@@ -204,7 +204,7 @@ class PlanCheckpoint(CheckpointSection):
     says auto."""
 
     every_steps: int | None
-    in_memory_every: int | None = None
+    in_memory_every: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,17 +265,17 @@ class Plan:
     checkpoint: PlanCheckpoint
     launch: LaunchSection
     predicted: Predicted
-    zero: JsonObject = field(default_factory=dict)
-    extra: JsonObject = field(default_factory=dict)
-    tracking: TrackingSection | None = None
-    validation: ValidationSection | None = None
-    lora: PlanLora | None = None
-    low_precision: PlanLowPrecision | None = None
+    zero: JsonObject
+    extra: JsonObject
+    tracking: TrackingSection | None
+    validation: ValidationSection | None
+    lora: PlanLora | None
+    low_precision: PlanLowPrecision | None
     digests: Mapping[str, str]
-    experts: tuple[str, ...] = ()
-    outer: PlanDiLoCo | None = None
-    muon: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    muon_orders: Mapping[str, FusedOrder] = field(default_factory=dict)
+    experts: tuple[str, ...]
+    outer: PlanDiLoCo | None
+    muon: Mapping[str, tuple[int, ...]]
+    muon_orders: Mapping[str, FusedOrder]
 
     @property
     def device(self) -> DeviceKind:
@@ -446,89 +446,21 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """Return the content of plan.json, in field order, without optional keys at their defaults."""
+    """Return the content of plan.json, in field order; the optimizer and the objective without the
+    keys that they do not take."""
     document = dataclasses.asdict(plan)
-    if plan.strategy.context == 1:
-        for rank in document["ranks"]:
-            del rank["context"]
-    for key in ("expert_dispatcher", "expert_overlap"):
-        if document["strategy"][key] == axis_named(key).off_value:
-            del document["strategy"][key]
-    if not plan.experts:
-        del document["experts"]
-    if not plan.muon:
-        del document["muon"]
-    if not plan.muon_orders:
-        del document["muon_orders"]
-    document["training"] = dict(without_objective_defaults(document["training"]))
     for key in keys_without_effect(plan.optimizer.name):
         del document["optimizer"][key]
-    if plan.model.kernels == "hf":
-        del document["model"]["kernels"]
-    if plan.model.router_aux_loss is None:
-        del document["model"]["router_aux_loss"]
-    if plan.model.task == "causal-lm":
-        del document["model"]["task"]
-    if not plan.model.task_traits.has_images:
-        del document["model"]["vision_encoder_blocks"]
-    if plan.model.transformer_engine == "off":
-        del document["model"]["transformer_engine"]
-    if not plan.model.frozen:
-        del document["model"]["frozen"]
-    if plan.low_precision is None:
-        del document["low_precision"]
-    elif not plan.low_precision.experts:
-        del document["low_precision"]["experts"]
-    if not plan.checkpoint.in_memory:
-        del document["checkpoint"]["in_memory"], document["checkpoint"]["in_memory_every"]
-    for name in ("recovery", "task"):
-        if document["launch"][name] is None:
-            del document["launch"][name]
-    if plan.outer is None:
-        del (
-            document["outer"],
-            document["launch"]["outer_store"],
-            document["predicted"]["time"]["outer_comm_seconds"],
-        )
-    for key, default in OPTIONAL_KEYS.items():
-        if document["scheduler"][key] == default:
-            del document["scheduler"][key]
-    if plan.tracking is not None and plan.tracking.noise_scale is None:
-        del document["tracking"]["noise_scale"]
-    _leave_out_defaults(document["data"])
-    if plan.validation is not None and plan.validation.data is not None:
-        _leave_out_defaults(document["validation"]["data"])
+    document["training"] = dict(without_null_objective_keys(document["training"]))
     return document
 
 
-def _leave_out_defaults(data: dict[str, Any]) -> None:
-    if data["add_bos_token"] == "auto":
-        del data["add_bos_token"]
-    for key in ("labelled", "scored", "packs_pairs"):
-        if not data[key]:
-            del data[key]
-    if data["images"] is None:
-        del data["images"]
-        if not data["skip_damaged"]:
-            del data["skip_damaged"]
-    else:
-        data["images"] = images_without_defaults(data["images"])
-    for part in data["mixture"]:
-        _leave_out_defaults(part)
-
-
-def images_without_defaults(images: dict[str, Any]) -> dict[str, Any]:
-    """Return the image section without the keys at their defaults."""
-    return {
-        name: value
-        for name, value in images.items()
-        if (name, value) not in (("tiles", True), ("folder", None))
-    }
-
-
 def plan_from_json(text: str) -> Plan:
-    """Parse plan.json. Raises ValueError where the text is no plan."""
-    plan = read_record(Plan, parse_strict_json(text))
+    """Parse plan.json. Raises ValueError where the text is no plan, or one of another version."""
+    document = parse_strict_json(text)
+    if isinstance(document, dict) and document.get("version") != PLAN_VERSION:
+        raise ValueError(f"plan.json has version {document.get('version')}, not {PLAN_VERSION}")
+    plan = read_record(Plan, document)
     plan.verify()
     return plan
 

@@ -292,6 +292,7 @@ def build_plan(
             vision_encoder_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name)
             if graph.vision
             else (),
+            transformer_engine="off",
         ),
         strategy=strategy,
         nodes=cluster.nodes,
@@ -316,6 +317,7 @@ def build_plan(
         checkpoint=copy_shared_fields(PlanCheckpoint, recipe.checkpoint),
         launch=launch,
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
+        zero={},
         extra=recipe.extra,
         tracking=recipe.tracking,
         validation=v

@@ -14,7 +14,6 @@ from shardwright.utils.json_values import JsonObject
 
 DEFAULT_OUTER_STORE = "127.0.0.1:29471"
 DEFAULT_MIXING = 0.5
-_KEYS = ("islands", "inter_island_gbits_per_second")
 DEFAULT_OUTER_INTERVAL = 100
 
 
@@ -26,29 +25,18 @@ def island_count(document: JsonObject) -> int:
 
 
 def with_outer_defaults(document: JsonObject) -> JsonObject:
-    """Fill in the defaults of islands: plain averaging, mixing with overlap, the outer store.
-
-    With one island their keys are dropped, so that a recipe with them and one without are equal.
-    """
-    cluster, training = (
-        cast(JsonObject, document["cluster"]),
-        cast(JsonObject, document["training"]),
-    )
-    launch = cast(JsonObject, document["launch"])
+    """Fill in the defaults of islands: plain averaging, mixing with overlap, the outer store."""
     if island_count(document) == 1:
-        cluster = {key: value for key, value in cluster.items() if key not in _KEYS}
-        training = {key: value for key, value in training.items() if key != "outer"}
-        launch = {key: value for key, value in launch.items() if key != "outer_store"}
-    else:
-        section = schema_properties(
-            schema_properties(recipe_schema(), document)["training"], training
-        )["outer"]
-        outer = cast(JsonObject, fill_in_defaults(section, training.get("outer") or {}))
-        if outer["overlap_steps"] and outer["mixing"] is None:
-            outer = {**outer, "mixing": DEFAULT_MIXING}
-        training = {**training, "outer": outer}
-        launch = {**launch, "outer_store": launch.get("outer_store") or DEFAULT_OUTER_STORE}
-    return {**document, "cluster": cluster, "training": training, "launch": launch}
+        return document
+    training, launch = (cast(JsonObject, document[key]) for key in ("training", "launch"))
+    section = schema_properties(schema_properties(recipe_schema(), document)["training"], training)[
+        "outer"
+    ]
+    outer = cast(JsonObject, fill_in_defaults(section, training["outer"] or {}))
+    if outer["overlap_steps"] and outer["mixing"] is None:
+        outer = {**outer, "mixing": DEFAULT_MIXING}
+    launch = {**launch, "outer_store": launch["outer_store"] or DEFAULT_OUTER_STORE}
+    return {**document, "training": {**training, "outer": outer}, "launch": launch}
 
 
 def single_island_document(document: JsonObject) -> JsonObject:

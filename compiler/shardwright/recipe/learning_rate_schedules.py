@@ -189,7 +189,7 @@ OPTIONAL_KEYS: Mapping[str, int | None] = {
     for field in dataclasses.fields(SchedulerFields)
     if field.default is not dataclasses.MISSING and field.name != "warmup_ratio"
 }
-"""Maps the keys that documents leave out at their default to it."""
+"""Maps the keys that only some schedules take to their default."""
 
 SCHEDULE_NAME_KEY = ("training", "scheduler", "name")
 

@@ -116,10 +116,10 @@ class Measurements:
     target: str
     sequence_length: int
     constants: Mapping[str, MeasuredValue]
-    layers: tuple[LayerMeasurement, ...] = ()
-    engine: tuple[EngineMeasurement, ...] = ()
-    samples: tuple[TimingSample, ...] = ()
-    runs: tuple[RunMeasurement, ...] = ()
+    layers: tuple[LayerMeasurement, ...]
+    engine: tuple[EngineMeasurement, ...]
+    samples: tuple[TimingSample, ...]
+    runs: tuple[RunMeasurement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

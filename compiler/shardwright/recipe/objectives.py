@@ -160,11 +160,9 @@ def with_objective_defaults(document: JsonObject) -> JsonObject:
     return document
 
 
-def without_objective_defaults(training: JsonObject) -> JsonObject:
-    """Drop keys that the objective does not take, and the objective that a recipe has without the
-    key, so that both have one hash."""
-    section = training.get("objective")
-    if not isinstance(section, Mapping) or section["name"] == NEXT_TOKEN:
-        return {key: value for key, value in training.items() if key != "objective"}
+def without_null_objective_keys(training: JsonObject) -> JsonObject:
+    """Drop the keys that are null: the objective does not take them, or does without them."""
+    section = training["objective"]
+    assert isinstance(section, Mapping)
     left = {key: value for key, value in section.items() if value is not None}
     return {**training, "objective": left}

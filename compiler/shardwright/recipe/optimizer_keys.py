@@ -70,8 +70,8 @@ def _section(document: JsonObject) -> JsonObject:
     return section if isinstance(section, Mapping) else {}
 
 
-def without_optimizer_defaults(training: JsonObject) -> JsonObject:
-    """Drop keys that the optimizer does not take: older recipes lack them, and have one hash."""
+def without_other_optimizers_keys(training: JsonObject) -> JsonObject:
+    """Drop the keys that the optimizer does not take; some have a default that is not null."""
     section = training["optimizer"]
     assert isinstance(section, Mapping)
     absent = keys_without_effect(str(section["name"]))

@@ -14,7 +14,6 @@ from typing import Any, cast
 from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source, refusal
 from shardwright.recipe.cross_key_checks import cross_key_errors
 from shardwright.recipe.island_keys import single_island_document, with_outer_defaults
-from shardwright.recipe.learning_rate_schedules import OPTIONAL_KEYS
 from shardwright.recipe.measurements import (
     MEASURED_FILE,
     MeasuredValue,
@@ -22,17 +21,16 @@ from shardwright.recipe.measurements import (
     MeasurementsFile,
 )
 from shardwright.recipe.objectives import (
-    NEXT_TOKEN,
     OBJECTIVES,
     PREFERENCE_KIND,
     ObjectiveTraits,
     with_objective_defaults,
-    without_objective_defaults,
+    without_null_objective_keys,
 )
 from shardwright.recipe.optimizer_keys import (
     optimizer_key_errors,
     with_optimizer_defaults,
-    without_optimizer_defaults,
+    without_other_optimizers_keys,
 )
 from shardwright.recipe.recipe_composition import (
     STDIN,
@@ -134,60 +132,25 @@ def _unusable(path: str, why: str) -> Refusal:
     return refusal("SW1302", message, _MEASURE_HELP, KEY)
 
 
-_LATER_KEYS: tuple[tuple[str, str, JsonValue], ...] = (
-    ("parallelism", "expert_dispatcher", "auto"),
-    ("parallelism", "expert_overlap", "auto"),
-    ("assume", "expert_imbalance", "auto"),
-    ("training", "low_precision", "none"),
-    ("training", "low_precision_keep", []),
-    ("launch", "recovery", None),
-    ("checkpoint", "in_memory", False),
-    ("checkpoint", "in_memory_every", "auto"),
-)
-"""Keys that older recipes lack, with their default: said or left out, it is the same recipe."""
-
 Section = dict[str, JsonValue]
 
 
 def resolve_auto(document: JsonObject) -> JsonObject:
     """Resolve the `auto` values that depend on another key: starting weights and tokenizers. Keys
-    at a default that older recipes lack are dropped, so that both have one hash."""
+    that the optimizer or the objective does not take are left out: a recipe may not have them."""
     resolved_document = dict(document)
     model = dict(cast(JsonObject, document["model"]))
     if model["weights"] == "auto":
         model["weights"] = "random" if model["source"] is None else "pretrained"
-    if model.get("kernels") == "hf":  # said or left out, it is the same recipe
-        del model["kernels"]
-    if model.get("task") == "auto":
-        del model["task"]
     resolved_document["model"] = model
     for section in ("data", "validation"):
         if resolved_document.get(section) is not None:
             resolved_document[section] = _resolved_data(
                 cast(JsonObject, resolved_document[section]), cast("str | None", model["source"])
             )
-    cluster = cast(JsonObject, document["cluster"])
-    if cluster.get("measured", "") is None:  # said or left out, it is the same recipe
-        resolved_document["cluster"] = {
-            key: value for key, value in cluster.items() if key != "measured"
-        }
-    for section, key, default in _LATER_KEYS:
-        keys = cast("JsonObject | None", resolved_document.get(section))
-        if keys is not None and keys.get(key) == default:
-            resolved_document[section] = {k: value for k, value in keys.items() if k != key}
-    resolved_document["training"] = without_objective_defaults(
-        without_optimizer_defaults(cast(JsonObject, resolved_document["training"]))
+    resolved_document["training"] = without_null_objective_keys(
+        without_other_optimizers_keys(cast(JsonObject, resolved_document["training"]))
     )
-    training = cast(JsonObject, resolved_document["training"])
-    scheduler = cast(JsonObject, training["scheduler"])
-    resolved_document["training"] = {
-        **training,
-        "scheduler": {
-            key: value
-            for key, value in scheduler.items()
-            if key not in OPTIONAL_KEYS or value != OPTIONAL_KEYS[key]
-        },
-    }
     resolved_document.pop("extends", None)  # merged
     return with_outer_defaults(resolved_document)
 
@@ -208,19 +171,14 @@ def with_measured_checkpoint_rate(recipe: Recipe, gbytes_per_second: float) -> R
 
 
 def _resolved_data(data: JsonObject, source: str | None) -> JsonObject:
-    """Resolve `tokenizer: auto`, and drop `add_bos_token: auto` and that pairs are not packed, so
-    that a recipe with them and one without are equal."""
+    """Resolve `tokenizer: auto`."""
     if "mixture" in data:
         parts = cast("list[JsonObject]", data["mixture"])
         return {**data, "mixture": [_resolved_data(part, source) for part in parts]}
-    defaults: Section = {"add_bos_token": "auto"}
-    if data.get("kind") == PREFERENCE_KIND:
-        defaults["packing"] = False
-    found = {k: value for k, value in data.items() if k not in defaults or value != defaults[k]}
-    if found.get("tokenizer") == "auto":
-        has_ids = found.get("kind") in ("tokens", "megatron", "synthetic")
-        found["tokenizer"] = None if has_ids else source or "byte"
-    return found
+    if data.get("tokenizer") != "auto":
+        return data
+    has_ids = data.get("kind") in ("tokens", "megatron", "synthetic")
+    return {**data, "tokenizer": None if has_ids else source or "byte"}
 
 
 def build_recipe(document: JsonObject, directory: str, source: Source) -> Recipe:
@@ -229,7 +187,7 @@ def build_recipe(document: JsonObject, directory: str, source: Source) -> Recipe
     recipe."""
     measured = None
     cluster = cast(JsonObject, document["cluster"])
-    if "measured" in cluster:
+    if cluster["measured"] is not None:
         try:
             measured = read_measured(cluster["measured"], directory)
         except Refusal as refusal:
@@ -256,16 +214,16 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
     )
     for key in ("source", "trust_remote_code"):
         model[key] = _folder_or_name(model[key], directory)
-    if model.get("router_aux_loss", "off") == "off":
+    if model["router_aux_loss"] == "off":
         model["router_aux_loss"] = None
-    cluster.pop("measured", None)
+    del cluster["measured"]  # build_recipe reads it
     scheduler = dict(cast(JsonObject, training["scheduler"]))
     # Neither of a pair: no warm-up, and down to zero.
     for key, ratio in (("warmup_steps", "warmup_ratio"), ("min_lr", "min_lr_ratio")):
         if scheduler[key] is None and scheduler[ratio] is None:
             scheduler[key] = 0
     data, validation, lora = section("data"), section("validation"), section("lora")
-    objective = cast(JsonObject, training.get("objective") or {"name": NEXT_TOKEN})
+    objective = dict(cast(JsonObject, training["objective"]))
     traits = OBJECTIVES[str(objective["name"])]
     if validation is not None:
         own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
@@ -276,16 +234,12 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
     for key in ("hostfile", "setup_script"):
         if launch[key] is not None:
             launch[key] = absolute_path(str(launch[key]), directory)
-    if isinstance(section_of_objective := training.get("objective"), dict):
-        objective = {
-            key: absolute_path(value, directory)
-            if key in ("reference", "reference_model", "teacher") and isinstance(value, str)
-            else value
-            for key, value in section_of_objective.items()
-        }
-        if data is not None and traits.compares_pairs and _packs(data):
-            objective["packed"] = True
-        training["objective"] = objective
+    for key in ("reference", "reference_model", "teacher"):
+        if isinstance(path := objective.get(key), str):
+            objective[key] = absolute_path(path, directory)
+    if data is not None and traits.compares_pairs and _packs(data):
+        objective["packed"] = True
+    training["objective"] = objective
     if launch["slurm"] is not None:
         slurm = dict(cast(JsonObject, launch["slurm"]))
         whole_node = "0" if slurm["exclusive"] else None
@@ -296,7 +250,7 @@ def _record_fields(document: JsonObject, directory: str) -> Section:
             full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
             slurm["container"] = {**container, "mounts": full}
         launch["slurm"] = slurm
-    if (recovery := cast("Section | None", launch.get("recovery"))) is not None:
+    if (recovery := cast("Section | None", launch["recovery"])) is not None:
         launch["recovery"] = _without_auto(recovery)
     env: JsonValue = [list(pair) for pair in cast(JsonObject, launch["env"]).items()]
     return {
@@ -338,7 +292,6 @@ def _data(data: Section, directory: str, traits: ObjectiveTraits) -> Section:
         "shuffle": True,
         "labelled": traits.reads_labels and is_preference,
         "scored": traits.scores_sequences and is_preference,
-        "packs_pairs": is_preference and data.get("packing") is True,
     } | data
     if resolved["path"] is not None:
         resolved["path"] = absolute_dataset_path(

@@ -295,8 +295,6 @@ class DataSection:
     mixture: the parts of kind "mixture" with their weights; shuffle applies to all parts.
     labelled: of preference: single completions with labels, as the objective takes them. scored: of
     preference: a reward model scores each whole sequence, and its last token is the only label.
-    packs_pairs: of preference: `packing` of the recipe, which plans had as true before pairs could
-    be packed.
     """
 
     kind: (
@@ -317,7 +315,11 @@ class DataSection:
     mixture: tuple[DataSection, ...] = ()
     labelled: bool = False
     scored: bool = False
-    packs_pairs: bool = False
+
+    @property
+    def packs_pairs(self) -> bool:
+        """Return whether whole pairs share sequences."""
+        return self.packing and self.kind == PREFERENCE_KIND
 
     @property
     def documents_per_example(self) -> int:

@@ -59,7 +59,7 @@ class StepMetrics:
             grad_norm=number(row["grad_norm"]),
             learning_rate=float(row["learning_rate"]),
             step_seconds=float(row["step_seconds"]),
-            tokens_per_second=number(row.get("tokens_per_second")),
+            tokens_per_second=number(row["tokens_per_second"]),
             attempt=int(row["attempt"]),
             margin=number(row.get("margin")),
             accuracy=number(row.get("accuracy")),

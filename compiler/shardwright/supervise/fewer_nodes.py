@@ -100,17 +100,17 @@ class FewerNodes:
         training, launch = dict(document["training"]), dict(document["launch"])
         cluster, model = dict(document["cluster"]), dict(document["model"])
         training["days_at_most"] = None
-        if training.get("gradient_accumulation_dtype") == "auto":
+        if training["gradient_accumulation_dtype"] == "auto":
             dtype = plan.training.gradient_accumulation_dtype
             training["gradient_accumulation_dtype"] = dtype or "auto"
-        if cluster.get("measured"):
+        if cluster["measured"] is not None:
             cluster["measured"] = {
                 **cluster["measured"],
                 "file": str((self.folder / MEASURED_FILE).resolve()),
             }
         if model["source"] is not None:
             model |= {"source": self._model_folder(), "weights": plan.model.weights}
-            if model.get("trust_remote_code"):
+            if model["trust_remote_code"] is not None:
                 model["trust_remote_code"] = model["source"]
         launch |= {"launcher": plan.launch.launcher, "hostfile": None}
         slurm = plan.launch.slurm

@@ -45,6 +45,7 @@ def measurements(**changes: Any) -> Measurements:
         "target": "deepspeed",
         "sequence_length": 128,
         "constants": {"memory_efficiency": figure(0.5)},
+        **dict.fromkeys(("layers", "engine", "samples", "runs"), ()),
     }
     return Measurements(**{**plain, **changes})
 

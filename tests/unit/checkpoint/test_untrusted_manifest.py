@@ -83,10 +83,11 @@ def test_it_is_damage_in_one_line(
     assert "error[SW6201]" in error and "Traceback" not in error
 
 
-def test_one_from_before_rows_and_digests_is_read(step: Path) -> None:
-    changed(lambda d: [d.pop(key) for key in ("rows", "finite", "data")])(step)
-    manifest = read_manifest(step)
-    assert (manifest.rows, manifest.finite, manifest.data) == ((), True, {})
+@pytest.mark.parametrize("key", ["rows", "finite", "data"])
+def test_one_without_a_key_is_not_read(step: Path, key: str) -> None:
+    changed(lambda d: d.pop(key))(step)
+    with pytest.raises(ValueError, match=f"missing required field `{key}`"):
+        read_manifest(step)
 
 
 def test_one_that_is_too_large_is_not_read(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def write_checkpoint(
 ) -> Path:
     """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks,
     each of so many parts of `experts`; the compiled `folder`'s own plan beside it. line: None for a
-    checkpoint from before runs had ids."""
+    checkpoint without run.json."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     whole = torch.arange(24.0).view(6, 4) if whole is None else whole
@@ -59,7 +59,7 @@ def write_checkpoint(
                 },
                 path / name,
             )
-            fragments.append(Fragment(file=len(files), start=start, numel=piece.numel()))
+            fragments.append(Fragment(file=len(files), start=start, numel=piece.numel(), at=0))
             files.append(SavedFile(name=name, size_bytes=(path / name).stat().st_size))
             start += piece.numel()
         shards.append(tuple(fragments))
@@ -77,7 +77,9 @@ def write_checkpoint(
         loss_scale=None,
         tensors={"w": saved},
         files=tuple(files),
+        rows=(),
         finite=finite,
+        data={},
     )
     write_manifest(path, manifest)
     if line is not None:
@@ -101,13 +103,22 @@ def write_model_checkpoint(folder: Path, state: dict[str, torch.Tensor], *, step
             ),
             transposed=False,
             states=states,
-            shards=((Fragment(file=0, start=0, numel=tensor.numel()),),),
+            shards=((Fragment(file=0, start=0, numel=tensor.numel(), at=0),),),
+            experts=1,
         )
         for key, tensor in state.items()
     }
     file = SavedFile(name=name, size_bytes=(path / name).stat().st_size)
     manifest = Manifest(
-        version=1, step=step, optimizer_step=step, loss_scale=None, tensors=tensors, files=(file,)
+        version=1,
+        step=step,
+        optimizer_step=step,
+        loss_scale=None,
+        tensors=tensors,
+        files=(file,),
+        rows=(),
+        finite=True,
+        data={},
     )
     write_manifest(path, manifest)
     return _with_companions(folder, path)

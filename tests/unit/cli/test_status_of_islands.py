@@ -31,8 +31,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             json.dumps({"status": "failed", "attempt": 1, "cause": "killed"})
         )
     rounds = [
-        {"step": 10, "members": [0, 1], "joined": []},
-        {"step": 20, "members": [0], "joined": []},
+        {"step": 10, "members": [0, 1], "joined": [], "seconds": 0.2},
+        {"step": 20, "members": [0], "joined": [], "seconds": 0.2},
     ]
     (out / "run").mkdir(exist_ok=True)
     (out / "run" / "rounds.jsonl").write_text(

@@ -17,7 +17,8 @@ from shardwright.recipe.recipe_types import DataSection, ValidationSection
 
 
 def part(kind: str, path: object = None, **more: Any) -> DataSection:
-    defaults: dict[str, Any] = {"tokenizer": "byte", "packing": True, "shuffle": False}
+    defaults: dict[str, Any] = {"tokenizer": "byte", "shuffle": False}
+    defaults["packing"] = kind != "preference"
     return DataSection(kind=kind, path=None if path is None else str(path), **(defaults | more))
 
 

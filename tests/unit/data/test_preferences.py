@@ -228,7 +228,7 @@ def test_packed_pairs_share_sequences_whole(tmp_path: Path) -> None:
         {"prompt": "i", "chosen": "j", "rejected": "k" * 30},  # 2, cut at 18
         {"prompt": "l", "chosen": "mno", "rejected": "p"},  # 4 + 2
     ]
-    data = pairs(tmp_path, *records, length=20, packs_pairs=True)
+    data = pairs(tmp_path, *records, length=20, packing=True)
     block = data.train.read(np.arange(3))
     assert len(data.train) == 3 and block.completions is not None and block.starts is not None
     assert bytes(block.tokens.ravel().astype(np.uint8)) == (
@@ -255,7 +255,7 @@ def test_packed_pairs_of_a_mixture_are_apart(tmp_path: Path) -> None:
         files.append(
             written(tmp_path / name, *[{"prompt": name, "chosen": "c", "rejected": "r"}] * 2)
         )
-    parts = tuple(part("preference", file, packs_pairs=True, weight=1.0) for file in files)
+    parts = tuple(part("preference", file, packing=True, weight=1.0) for file in files)
     data = opened(plan(part("mixture", mixture=parts), length=16, batch=2), tmp_path)
     block = data.train.read(np.asarray([1, 0]))
     assert bytes(block.tokens[:, 0].astype(np.uint8)) == b"to"

@@ -38,8 +38,8 @@ def test_who_took_no_part_in_the_outer_step_does_not_count(tmp_path: Path) -> No
         1: island(tmp_path / "1", dict.fromkeys(steps, 100.0)),
     }
     rounds = [
-        {"step": 2, "members": [0, 1], "joined": []},
-        {"step": 4, "members": [0], "joined": [1]},
+        {"step": 2, "members": [0, 1], "joined": [], "seconds": 0.2},
+        {"step": 4, "members": [0], "joined": [1], "seconds": 0.2},
     ]
     found = merged_steps(folders, rounds, 2)
     assert [each.islands for each in found] == [(0, 1), (0, 1), (0,), (0,), (0, 1), (0, 1)]
@@ -54,10 +54,13 @@ def test_a_loss_that_is_no_number_is_seen(tmp_path: Path) -> None:
 
 def test_islands_that_are_missing() -> None:
     def rounds(*members: list[int]) -> list[dict[str, object]]:
-        return [{"step": n, "members": each, "joined": []} for n, each in enumerate(members, 1)]
+        return [
+            {"step": n, "members": each, "joined": [], "seconds": 0.2}
+            for n, each in enumerate(members, 1)
+        ]
 
     assert missing(3, rounds([0, 1, 2])) == {}
     assert missing(3, rounds([0, 1, 2], [0, 1], [0])) == {1: 1, 2: 2}
-    back = [*rounds([0, 1], [0]), {"step": 3, "members": [0], "joined": [1]}]
+    back = [*rounds([0, 1], [0]), {"step": 3, "members": [0], "joined": [1], "seconds": 0.2}]
     assert missing(2, back) == {}
     assert missing(2, []) == {}

@@ -21,6 +21,7 @@ def test_later_starts_undo_what_they_make_again(tmp_path: Path) -> None:
         {"step": 8, "members": [0, 1], "store": 2},  # both resumed from step 4
         {"step": 8, "members": [1], "store": 3},  # the commit of store 2 was applied by nobody
     ]
+    lines = [{**line, "joined": [], "seconds": 0.2} for line in lines]
     path = tmp_path / ROUNDS_FILE
     path.parent.mkdir()
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "mem\n')

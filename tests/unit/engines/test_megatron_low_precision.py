@@ -97,7 +97,7 @@ def test_without_low_precision_nothing_is_written(
 ) -> None:
     plan, options = compiled(write_recipe, monkeypatch, {})
     assert plan.low_precision is None and options == []
-    assert "low_precision" not in json.loads(plan_to_json(plan))
+    assert json.loads(plan_to_json(plan))["low_precision"] is None
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ class _Plan:
     """Hold what check_low_precision reads of one."""
 
     def __init__(self, name: str | None) -> None:
-        self.low_precision = name and PlanLowPrecision(format=name, modules=())
+        self.low_precision = name and PlanLowPrecision(format=name, modules=(), experts=())
 
 
 @pytest.mark.parametrize(

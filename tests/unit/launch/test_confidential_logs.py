@@ -36,7 +36,7 @@ def test_the_launchers_log_and_the_terminal(
 ) -> None:
     log = tmp_path / "run" / "launcher.log"
     log.parent.mkdir()
-    log.write_text("of an earlier version\n")
+    log.write_text("of another attempt\n")
     log.chmod(0o644)
     said: Any = SimpleNamespace(stdout=iter([f"ValueError: 401 for {SECRET}\n"]))
     _stream(said, plan, tmp_path)

@@ -88,7 +88,7 @@ def test_every_event_comes_back_as_it_was_sent(tmp_path: Path) -> None:
     assert lines[2] == EVENT_PREFIX + '{"kind": "lost", "rank": 0, "host": "a", "stage": null}'
 
 
-def test_a_kind_of_another_version_is_no_news_but_for_its_text() -> None:
+def test_an_unknown_kind_is_no_news_but_for_its_text() -> None:
     lines = [
         f"{EVENT_PREFIX}" + '{"kind": "later", "text": "x"}',
         f"{EVENT_PREFIX}" + '{"kind": "later"}',

@@ -141,7 +141,7 @@ def preference_plan(**more: Any) -> Any:
     made = plan(data=1, micro=3, accumulation=1, **more)
     objective = ObjectiveSection(name="dpo", beta=0.1, packed=True)
     made.training = SimpleNamespace(global_batch_size=3, objective=objective)
-    made.data = part("preference", packs_pairs=True)
+    made.data = part("preference", packing=True)
     return made
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardwright.compile.recipe_compiler import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.layout.formats import accumulation_dtype
-from shardwright.plan.plan import Plan
+from shardwright.plan.plan import Plan, load_plan, plan_to_json
 from shardwright.recipe.literal_types import Precision
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
@@ -255,3 +255,24 @@ def test_plan_verifies_itself(plan_of: Callable[..., Plan]) -> None:
     ):
         with pytest.raises(ValueError):
             broken.verify()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"version": 2}, "plan.json has version 2, not 1"),
+        ({"version": None}, "plan.json has version None, not 1"),
+        ({"experts": ...}, "missing required field `experts`"),
+        ({"later": 1}, "unknown key 'later'"),
+    ],
+)
+def test_another_plan_is_refused(
+    plan_of: Callable[..., Plan], tmp_path: Path, change: dict[str, object], why: str
+) -> None:
+    document = json.loads(plan_to_json(plan_of())) | change
+    kept = {key: value for key, value in document.items() if value is not ...}
+    (tmp_path / "plan.json").write_text(json.dumps(kept))
+    with pytest.raises(Refusal) as refused:
+        load_plan(tmp_path)
+    [diagnostic] = refused.value.diagnostics
+    assert diagnostic.code == "SW6001" and why in diagnostic.message

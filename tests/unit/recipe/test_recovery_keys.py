@@ -32,7 +32,7 @@ def test_the_keys_reach_the_plan(write_recipe: Callable[..., Path], tmp_path: Pa
 
 
 def test_defaults_and_a_recipe_without_the_section(write_recipe: Callable[..., Path]) -> None:
-    """Said or left out, `recovery: null` is one recipe, and plan.json has no such key."""
+    """Said or left out, `recovery: null` is one recipe."""
     plain = compile_recipe(load_recipe(write_recipe({"checkpoint.every_steps": 2})))
     said = {"checkpoint.every_steps": 2, "launch": {"recovery": None}}
     document = json.loads(write_recipe(said).read_text())
@@ -40,7 +40,7 @@ def test_defaults_and_a_recipe_without_the_section(write_recipe: Callable[..., P
     path = write_recipe(said, "said.json")
     path.write_text(json.dumps(document))
     assert compile_recipe(load_recipe(path)).plan.recipe_hash == plain.plan.recipe_hash
-    assert "recovery" not in json.loads(plain.files["plan.json"])["launch"]
+    assert json.loads(plain.files["plan.json"])["launch"]["recovery"] is None
     filled = compile_recipe(load_recipe(write_recipe({"launch": {"recovery": {}}})))
     assert filled.plan.launch.recovery == RecoverySection(on=FAILURE_CAUSES)
     assert "SW5215" in [d.code for d in filled.warnings]

@@ -406,7 +406,7 @@ def test_packed_documents_are_kept_apart() -> None:
     text = DataSection(
         kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True
     )
-    pairs = dataclasses.replace(text, kind="preference", path="docstrings", packs_pairs=True)
+    pairs = dataclasses.replace(text, kind="preference", path="docstrings", packing=True)
     graph = dataclasses.replace(
         graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own"
     )
@@ -414,7 +414,7 @@ def test_packed_documents_are_kept_apart() -> None:
         (text, ["SW3125"]),
         (dataclasses.replace(text, packing=False), []),
         (pairs, ["SW3125"]),
-        (dataclasses.replace(pairs, packs_pairs=False), []),
+        (dataclasses.replace(pairs, packing=False), []),
     ):
         recipe = dataclasses.replace(recipe_of(), data=data)
         found = check_layout(

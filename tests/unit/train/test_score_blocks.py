@@ -141,7 +141,7 @@ class PackedPairs:
 
 def test_scores_of_packed_pairs_are_of_each_completion(tmp_path: Path) -> None:
     made = planned()
-    made.data = part("preference", "pairs.jsonl", packs_pairs=True)
+    made.data = part("preference", "pairs.jsonl", packing=True)
     made.training = replace(made.training, objective=replace(made.training.objective, packed=True))
     order = EpochSampler(PAIRS, 2, 1, shuffle=False)
     data = Dataset(train=PackedPairs(), order=order, parts=(PAIRS,), validation=None, steps=1)
