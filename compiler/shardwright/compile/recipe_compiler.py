@@ -21,6 +21,7 @@ from shardwright.engines.engine_table import (
     ENGINES,
     engines_for,
     lowering_of,
+    missing_name_errors,
     package_errors,
     recipe_for_engine,
 )
@@ -117,6 +118,8 @@ def compile_recipe(recipe: Recipe) -> CompileResult:
         partition.verify(len(problem.graph.layers))
         tensor_map.verify()
         plan = _build_plan(problem, inputs, estimate, partition, tensor_map)
+        if errors := missing_name_errors(plan):
+            raise Refusal(*errors)
         islands = tuple(
             _lower_plan(island_plan(plan, k), problem, inputs)[1] for k in plan.island_numbers
         )

@@ -124,6 +124,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1915": "this version does not compile for so many GPUs",
     "SW1924": "this version does not run islands with this",
     "SW1923": "the engine's package is missing, or of a version that was not tested",
+    "SW1926": "an installed package lacks a private name that the run needs",
     "SW1925": "only Megatron-Core has layers of Transformer Engine",
     "SW1922": "a key or value that the engine does not run",
     "SW1921": "a key or value that the reference engine does not run",

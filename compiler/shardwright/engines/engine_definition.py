@@ -19,6 +19,7 @@ from shardwright.recipe.literal_types import (
 from shardwright.recipe.objectives import NEXT_TOKEN
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonObject
+from shardwright.utils.private_names import Purpose
 
 if TYPE_CHECKING:
     from shardwright.plan.plan import Plan
@@ -93,6 +94,7 @@ class Engine:
     program: the command with which the launch scripts start the ranks
     reads_hosts: the engine takes the hosts' names from a hostfile
     packages: required package -> tested versions
+    private_names: returns which names of utils/private_names.py a plan needs
     extra: the optional dependency group that installs them
     artifacts: what the engine writes at the top of the compiled folder; a folder ends with a slash
     inputs: those artifacts that a run reads as data
@@ -129,6 +131,7 @@ class Engine:
     program: str
     reads_hosts: bool = True
     packages: Mapping[str, str] = field(default_factory=dict)
+    private_names: Callable[[Plan], tuple[Purpose, ...]] = lambda plan: ()
     extra: str = "train"
     artifacts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from shardwright.layout.axes import AXES
 from shardwright.layout.layout import Candidate, Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.private_names import Purpose, private_name_errors
 
 if TYPE_CHECKING:
     from shardwright.plan.plan import Plan
@@ -99,6 +100,22 @@ def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
             )
         )
     return tuple(errors)
+
+
+def private_name_purposes(plan: Plan) -> tuple[Purpose, ...]:
+    """Return which private names of other packages the plan's run needs."""
+    engine = engine_of(plan)
+    found: list[Purpose] = ["every model", *engine.private_names(plan)]
+    if plan.model.task_traits.images_in_text:
+        found.append("a vision-language model")
+    if plan.strategy.context > 1 and engine.types is None:
+        found.append("context parallelism")
+    return tuple(found)
+
+
+def missing_name_errors(plan: Plan) -> tuple[Diagnostic, ...]:
+    """Return SW1926 for private names that the run needs and installed packages lack."""
+    return private_name_errors(private_name_purposes(plan))
 
 
 def lowering_of(target: str) -> Lowering:

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwright.checkpoint.resume_checkpoint import checkpoint_root
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, gbits, red
-from shardwright.engines.engine_table import engine_of
+from shardwright.engines.engine_table import engine_of, private_name_purposes
 from shardwright.launch.host_probe import (
     LIMIT_SECONDS,
     Probe,
@@ -242,6 +242,7 @@ def check_hosts(
         port=plan.launch.master_port,
         environment=_environment(plan),
         builds=compiles_cpu_adam(plan),
+        private_names=private_name_purposes(plan),
     )
     probes = [Probe(host, reach=reach) for host in hosts]
     try:
@@ -367,6 +368,14 @@ def _versions(x: HostCheckInput) -> HostCheck:
             )
             for name, needed in optional.items()
             if needed and there[name] is None
+        ]
+        problems += [
+            red(
+                "SW1926",
+                f"{probed.host}: {message}",
+                f"Install the versions that the plan was made with on {probed.host}.",
+            )
+            for message in probed.facts.missing_names
         ]
         if probed.facts.python.split(".")[:2] != ours.split(".")[:2]:
             text = f"{probed.host} has Python {probed.facts.python}, but this machine has {ours}"

@@ -30,6 +30,7 @@ from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.preflight_checks import stale_build_locks
 from shardwright.utils.installation import DEEPEP_MODULE, installed_version
 from shardwright.utils.json_values import JsonObject
+from shardwright.utils.private_names import Purpose, private_name_errors
 
 # What `doctor` and its probe on each host say to each other, one JSON object a line. A probe
 # imports it first.
@@ -41,7 +42,8 @@ from shardwright.utils.json_values import JsonObject
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
     """inputs: paths or globs that every host needs. port: the master's; None where any free one
-    does. builds: whether DeepSpeed compiles an optimizer on each host."""
+    does. builds: whether DeepSpeed compiles an optimizer on each host. private_names: what of the
+    plan needs private names of packages."""
 
     folder: str
     checkpoints: str
@@ -51,11 +53,13 @@ class ProbeRequest:
     port: int | None
     environment: Mapping[str, str]
     builds: bool = False
+    private_names: tuple[Purpose, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """time: of the host's clock, seconds. digest: of the compiled files, None where there is no
+    """time: of the host's clock, seconds. missing_names: a message for each package that lacks
+    private names which the plan needs. digest: of the compiled files, None where there is no
     plan. sees_marker: whether the folder is the one that doctor looks at. busy: a sentence for each
     GPU that somebody holds. absent: of the inputs. free_port: held for the rendezvous, None where
     another process listens on the master's. missing_tools: what a build needs and is not there.
@@ -67,6 +71,7 @@ class HostFacts:
     hostname: str = ""
     python: str = ""
     versions: Mapping[str, str | None] = field(default_factory=dict)
+    missing_names: tuple[str, ...] = ()
     digest: str | None = None
     sees_marker: bool = False
     interfaces: tuple[str, ...] = ()
@@ -283,6 +288,9 @@ def main() -> int:
                 hostname=socket.gethostname(),
                 python=platform.python_version(),
                 versions={name: installed_version(name) for name in PACKAGES},
+                missing_names=tuple(
+                    error.message for error in private_name_errors(request.private_names)
+                ),
                 digest=digest(folder, request.checkpoints),
                 sees_marker=(folder / "run" / request.mark).exists(),
                 interfaces=tuple(name for _, name in socket.if_nameindex()),

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
-from shardwright.engines.engine_table import engine_of
+from shardwright.engines.engine_table import engine_of, missing_name_errors
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.layout.formats import FORMATS
 from shardwright.plan.folder_paths import HOSTFILE, SPARE_HOSTS
@@ -78,7 +78,7 @@ def stale_build_locks(root: Path | None = None) -> tuple[Path, ...]:
 
 def tested_versions(plan: Plan) -> dict[str, str]:
     """Package -> the versions that are tested."""
-    return {**engine_of(plan).packages, "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
+    return {**engine_of(plan).packages, "transformers": ">=5.23,<6", "torch": ">=2.10,<3"}
 
 
 def check_versions(plan: Plan) -> list[str]:
@@ -126,6 +126,7 @@ def check_preflight(plan: Plan, folder: Path, hostfile: Path | None) -> None:
 
 
 def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    yield from missing_name_errors(plan)
     if plan.lora is not None and (absent := missing_peft()):
         yield absent
     if engine_of(plan).low_precision and plan.low_precision and (absent := missing_torchao()):

@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 import shardwright
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_sources import local_processor, read_config
 from shardwright.models.weights_check import (
@@ -33,6 +33,7 @@ from shardwright.recipe.recipe_types import ModelSection
 from shardwright.utils.file_io import parse_json
 from shardwright.utils.installation import installed_version, missing_modules
 from shardwright.utils.json_values import JsonObject, read_record
+from shardwright.utils.private_names import private_name_errors
 
 # The cache of traced graphs on disk. A file that cannot be read or written means tracing again.
 
@@ -280,6 +281,8 @@ def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) ->
 def _trace(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
     if absent := missing_modules(TRACING, "torch", "transformers"):
         raise absent
+    if errors := private_name_errors(("every model",)):
+        raise Refusal(*errors)
     from shardwright.models.graph_trace import trace_model_graph
     from shardwright.models.remote_code import load_remote_code
 

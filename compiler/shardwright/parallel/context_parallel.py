@@ -198,10 +198,10 @@ class ContextParallel:
         self._group, self._model = group, model
         if model is not None:
             self._patches.enter_context(full_sequence_rope(model, self._last))
-        get, preprocess, pack = (
+        get, preprocess, remap = (
             AttentionInterface.get_interface,
             masking_utils._preprocess_mask_arguments,
-            masking_utils.packed_sequence_compatibility_function,
+            masking_utils.remap_positions_for_packed_sequence,
         )
 
         def interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Attention:
@@ -216,10 +216,8 @@ class ContextParallel:
             ),
             (
                 masking_utils,
-                "packed_sequence_compatibility_function",
-                lambda mask_function, position_ids, packed: pack(
-                    mask_function, self._positions, packed
-                ),
+                "remap_positions_for_packed_sequence",
+                lambda mask_function, position_ids: remap(mask_function, self._positions),
             ),
         ):
             self._patches.enter_context(patch.object(owner, name, replacement))
@@ -267,7 +265,7 @@ class ContextParallel:
         config: Any,
         inputs_embeds: torch.Tensor,
         attention_mask: Any,
-        past_key_values: Any,
+        cache: Any,
         position_ids: torch.Tensor | None,
         *args: Any,
         **kwargs: Any,
@@ -277,7 +275,7 @@ class ContextParallel:
         if getattr(attention_mask, "ndim", 0) == 2:
             attention_mask = None  # the type's own is all ones: no sequence is padded
         done, mask, packed, queries, keys, *offsets = inner(
-            config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs
+            config, inputs_embeds, attention_mask, cache, position_ids, *args, **kwargs
         )
         if done:
             return (done, mask, packed, queries, keys, *offsets)

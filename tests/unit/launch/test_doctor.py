@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import resource
 import socket
 import time
@@ -21,6 +22,7 @@ from shardwright.launch.host_checks import (
     _interfaces,
     _limits,
     _memory,
+    _versions,
 )
 from shardwright.launch.host_probe import (
     HostFacts,
@@ -87,6 +89,23 @@ def test_nccl_takes_any_interface_of_its_list(
     assert all(
         f"a: {variable}={name}, but" in p.message for p, name in zip(found, missing, strict=True)
     )
+
+
+def test_a_host_whose_package_lacks_a_private_name_is_red(plan: Plan, tmp_path: Path) -> None:
+    lacking = "transformers 6.0 has no masking_utils._mask, which context parallelism needs"
+    hosts = [HostFacts(), HostFacts(missing_names=(lacking,))]
+    there = tuple(
+        ProbedHost(
+            host=name,
+            facts=dataclasses.replace(
+                facts, versions=plan.versions, python=platform.python_version()
+            ),
+        )
+        for name, facts in zip("ab", hosts, strict=True)
+    )
+    x = HostCheckInput(plan=plan, folder=tmp_path, shared=True, answers=there, digest=None)
+    (problem,) = _versions(x).problems
+    assert (problem.code, problem.message) == ("SW1926", f"b: {lacking}")
 
 
 def test_what_a_probe_says_comes_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.deepspeed.ds_config import OPTIMIZER_NAMES, extra_errors
@@ -10,6 +11,10 @@ from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate, Rule, rule
 from shardwright.recipe.objectives import OBJECTIVES
+from shardwright.utils.private_names import Purpose
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
 
 # DeepSpeed's files in the compiled folder.
 DS_CONFIG = "ds_config.json"
@@ -152,6 +157,15 @@ RULES: dict[str, Rule] = {
 }
 
 
+def _private_names(plan: Plan) -> tuple[Purpose, ...]:
+    needed: list[Purpose] = ["every run under DeepSpeed"]
+    if plan.strategy.pipeline > 1:
+        needed.append("a pipeline under DeepSpeed")
+    if plan.low_precision is not None:
+        needed.append("low precision")
+    return tuple(needed)
+
+
 DEEPSPEED = Engine(
     name="deepspeed",
     title="DeepSpeed",
@@ -159,6 +173,7 @@ DEEPSPEED = Engine(
     lowering="shardwright.engines.deepspeed.deepspeed_files",
     program="deepspeed",
     packages={"deepspeed": ">=0.19.8,<0.20"},
+    private_names=_private_names,
     artifacts=(DS_CONFIG, AUTOTP_FILE, f"{ACCELERATE}/"),
     inputs=(DS_CONFIG,),
     traits=EngineTraits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
@@ -34,6 +35,10 @@ from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonScalar
+from shardwright.utils.private_names import Purpose
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
 
 ARGUMENTS_FILE = "megatron_args.sh"
 
@@ -514,6 +519,11 @@ def _unsupported_reason(graph: ModelGraph) -> str:
     return "it does not run dropout" if graph.max_dropout > 0 else ""
 
 
+def _private_names(plan: Plan) -> tuple[Purpose, ...]:
+    needed: tuple[Purpose, ...] = ("every run under Megatron-Core",)
+    return (*needed, "Megatron-Core on a CPU") if plan.is_cpu else needed
+
+
 MEGATRON = Engine(
     name="megatron",
     title="Megatron-LM",
@@ -532,6 +542,7 @@ MEGATRON = Engine(
     lowering="shardwright.engines.megatron.megatron_arguments",
     program="deepspeed",  # its launcher starts the ranks
     packages={"megatron-core": ">=0.16.1,<0.20,!=0.17.*,!=0.18.*", "deepspeed": ">=0.19.8,<0.20"},
+    private_names=_private_names,
     extra="megatron",
     artifacts=(ARGUMENTS_FILE,),
     traits=EngineTraits(
