@@ -43,7 +43,7 @@ def test_a_new_type_is_untested_until_a_run_names_it() -> None:
 
 
 def test_what_the_zoo_says_of_types_that_see() -> None:
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "llava": {"verdict": "proved", "loss": 1.234e-6, "norm": 1e-7, "weights": 1e-8},
         "udop": {
             "verdict": "refused",
