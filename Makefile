@@ -34,22 +34,24 @@ demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this
 
 # A file stays on one worker, whose fixtures its tests share. pytest-xdist would
 # reorder files by how many tests they have: those of few and long tests would come last, on one worker.
-TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
 QUICK := not launch and not browser and not prove and not hosts
 MORE := (launch or browser) and not prove and not hosts
+# The other files are not imported, which takes longer than some launches.
+MORE_FILES = $(shell grep -lrE 'mark\.(launch|browser)\b' tests --include='test_*.py')
 
-test: setup ## what starts no training run and no browser: minutes; skips are named with their reason at the end
-	$(BIN)/python -m pytest $(TWO_WORKERS) -m '$(QUICK)'
+test: setup ## minutes: unit tests, golden plans and folders, lint's probes; skips are named with their reason at the end
+	$(BIN)/python -m pytest -n 2 $(BY_FILE) -m '$(QUICK)'
 
-test-more: setup ## the rest of what CI runs: training runs, the pages' commands, the report in a browser, limits in seconds
-	$(BIN)/python -m pytest $(TWO_WORKERS) -m '$(MORE)'
+test-more: setup ## minutes: a launched run of each engine and each feature, the pages' commands, the report in a browser
+	$(BIN)/python -m pytest -n 3 $(BY_FILE) -m '$(MORE)' $(MORE_FILES)
 
 # Another Python than .venv's, without torch: a test that comes to import it is skipped
 # (tests/missing_packages.py).
 LIGHT := build/light-$(notdir $(PYTHON))
 
 test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.13
-	$(LIGHT)/bin/python -m pytest $(TWO_WORKERS) -p no:cacheprovider -m '$(QUICK)'
+	$(LIGHT)/bin/python -m pytest -n 2 $(BY_FILE) -p no:cacheprovider -m '$(QUICK)'
 
 lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Python (mypy wants torch's types): make lint-light PYTHON=python3.13
 	$(LIGHT)/bin/ruff check .

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 
 pytest_plugins = ["tools.prove.pytest_results", "tests.missing_packages"]
 
+# A shell without job control starts what runs in the background with SIGINT ignored, and children
+# inherit that: the commands that tests interrupt would go on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # With torch and transformers imported, a full collection looks at a million objects that stay: by
 # Python's own thresholds an eighth of the tests' time.
 gc.set_threshold(100_000, 50, 100)

@@ -411,6 +411,7 @@ PIECES: dict[str, Piece] = {
             "tests/launch/test_islands_faults.py",
             "tests/launch/test_resume_other_islands.py",
             "tests/parity/test_islands.py",
+            "tests/unit/diloco/test_outer_store.py",
         ),
         minutes=30,
         areas=("islands",),
@@ -429,10 +430,18 @@ PIECES: dict[str, Piece] = {
     ),
     "recovery-jobset": Piece(
         title="recovery in JobSet's pods, plans for fewer nodes",
-        tests=("tests/launch/test_jobset_pods.py", "tests/unit/supervise/test_fewer_nodes.py"),
+        tests=(
+            "tests/launch/test_jobset_pods.py",
+            "tests/unit/supervise/test_fewer_nodes.py",
+            "tests/unit/supervise/test_jobset_pods.py",
+        ),
         minutes=10,
     ),
-    "ray": Piece(title="Ray's workers", tests=("tests/launch/test_ray.py",), minutes=10),
+    "ray": Piece(
+        title="Ray's workers",
+        tests=("tests/launch/test_ray.py", "tests/unit/launch/launchers/test_ray.py"),
+        minutes=10,
+    ),
     "megatron-resume": Piece(
         title="resume under Megatron-Core, also from and into DeepSpeed",
         tests=("tests/megatron/test_launch.py",),

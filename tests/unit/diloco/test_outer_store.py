@@ -61,6 +61,7 @@ def test_a_round(running: Callable[..., Running]) -> None:
     assert here.store._wait_for(lambda: here.store.is_over)
 
 
+@pytest.mark.prove
 def test_the_first_meeting_waits_for_all_and_no_longer_than_the_deadline(
     running: Callable[..., Running],
 ) -> None:
@@ -112,6 +113,7 @@ def test_one_that_stops_in_the_sum_is_given_up(running: Callable[..., Running]) 
     assert here.members == [[0]]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("stops", ["it sends", "it reads", "it waits"])
 def test_one_that_falls_silent_costs_a_quarter_of_the_deadline(
     running: Callable[..., Running], stops: str
@@ -136,6 +138,7 @@ def test_one_that_falls_silent_costs_a_quarter_of_the_deadline(
     assert not any("island 0 is lost" in line for line in here.told), here.told
 
 
+@pytest.mark.prove
 def test_an_outer_step_that_begins_again_has_what_is_left_of_its_deadline(
     running: Callable[..., Running],
 ) -> None:
@@ -156,6 +159,7 @@ def test_an_outer_step_that_begins_again_has_what_is_left_of_its_deadline(
     assert here.members == [[0]]
 
 
+@pytest.mark.prove
 def test_a_rank_hears_of_a_silent_store_in_half_the_deadline() -> None:
     """The other half is for reaching it again."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -439,6 +443,7 @@ def test_output_that_nobody_reads_costs_no_outer_step(
     assert a.outer(4, 8, 1.0).result(20) == [1.0, 1.0]
 
 
+@pytest.mark.prove
 def test_a_handshake_has_one_deadline_however_often_a_byte_comes(
     running: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_member_has_failed_once_it_says_so(tmp_path: Path) -> None:
     assert first.find_failed_member(members) == pod(1)
 
 
+@pytest.mark.prove
 def test_ranks_do_not_wait_for_a_pod_that_has_failed(
     write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_node_has_the_exit_code_of_its_ranks(script: str, code: int, compiled:
     assert (node.returncode, printed) == (code, "node 1 threads all\n")
 
 
+@pytest.mark.prove
 def test_ranks_end_with_their_actor(compiled: Compile, tmp_path: Path) -> None:
     out = compiled({"launcher": "ray"})
     told = tmp_path / "told"
