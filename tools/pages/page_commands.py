@@ -200,6 +200,15 @@ EXCEPTIONS: dict[tuple[str, str], CommandException] = {
         "target", "runs beside the tests in .ci/run"
     ),
     ("CONTRIBUTING.md", "make prove"): CommandException("target", "runs for hours"),
+    ("CONTRIBUTING.md", 'make prove FOR="checkpoint vision"'): CommandException(
+        "target", "runs for an hour; tests/tools/test_prove.py tries it"
+    ),
+    ("CONTRIBUTING.md", "make proof-page"): CommandException(
+        "target", "tests/tools/test_prove.py and tests/zoo/test_matrix.py try it"
+    ),
+    ("CONTRIBUTING.md", "make test-newest"): CommandException(
+        "target", "installs the newest versions of everything"
+    ),
     ("CONTRIBUTING.md", "make prove-list"): CommandException(
         "target", "tests/tools/test_prove.py tries it"
     ),
