@@ -29,7 +29,7 @@ Recorder = Callable[[str, str, dict[str, Any]], None]
 WELL_SHARDED = 0.95
 """Of the decoder layers' parameters of two and more dimensions, read from the live ranks."""
 
-NOT_CUT = {"hrm_text", "reformer", "xlm"}
+NOT_CUT = {"dory", "hrm_text", "inkling2_loop_text", "reformer", "xlm"}
 """Types whose structure no cut reproduces, each refused with its reason."""
 
 MODEL = Path(__file__).resolve().parents[2] / "compiler" / "shardwright" / "models"

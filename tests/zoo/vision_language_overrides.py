@@ -25,6 +25,7 @@ TIMM = "its tower is a timm model, and timm is no dependency"
 EVERY_CALL = "its forward wants pixels in every call"
 CODEBOOK = "its pictures become ids of a codebook, whose tower is not trained"
 NOT_PROVED: dict[str, str] = {
+    "apertus1p5": CODEBOOK,
     "blip": (
         "its decoder takes the picture's features by cross-attention; no token stands for a picture"
     ),
@@ -45,6 +46,7 @@ NOT_PROVED: dict[str, str] = {
         "type alone"
     ),
     "inkling_mm_model": "its pictures have a shape of their own",
+    "inkling2_loop": "its layers run more than once, in a loop",
     "instructblip": EVERY_CALL,
     "instructblipvideo": "sees videos",
     "kosmos-2": "no token stands for a picture: it is told where pictures are by a mask of its own",
@@ -61,6 +63,7 @@ ONCE_A_PICTURE = "its tower runs a module once a picture"
 NOT_AT_ZERO_3: dict[str, str] = {
     **NOT_IN_A_PIPELINE,
     "hunyuan_vl": ONCE_A_PICTURE,
+    "hy_v4_vl": ONCE_A_PICTURE,
     "lfm2_vl": ONCE_A_PICTURE,
     "lfm3_vl": ONCE_A_PICTURE,
     "minicpm_ocr": ONCE_A_PICTURE,
@@ -91,6 +94,18 @@ VQ = {
 }
 
 VLM_OVERRIDES: dict[str, dict[str, Json]] = {
+    # Codes of pictures end where those of sounds begin.
+    "apertus1p5": {
+        "vision_config": {
+            "codebook_size": 16,
+            "latent_channels": 32,
+            "base_channels": 32,
+            "num_res_blocks": 1,
+        },
+        "audio_config": {"codebook_dim": 64, "codebook_size": 16},
+        "image_token_offset": 200,
+        "audio_token_offset": 216,
+    },
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "deepseek_ocr2": {
         "vision_config": {"sam_config": {"downsample_channels": [32, 64]}},

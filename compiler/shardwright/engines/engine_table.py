@@ -115,7 +115,7 @@ def private_name_purposes(plan: Plan) -> tuple[Purpose, ...]:
 
 def missing_name_errors(plan: Plan) -> tuple[Diagnostic, ...]:
     """Return SW1926 for private names that the run needs and installed packages lack."""
-    return private_name_errors(private_name_purposes(plan))
+    return private_name_errors(*private_name_purposes(plan))
 
 
 def lowering_of(target: str) -> Lowering:

@@ -289,7 +289,7 @@ def main() -> int:
                 python=platform.python_version(),
                 versions={name: installed_version(name) for name in PACKAGES},
                 missing_names=tuple(
-                    error.message for error in private_name_errors(request.private_names)
+                    error.message for error in private_name_errors(*request.private_names)
                 ),
                 digest=digest(folder, request.checkpoints),
                 sees_marker=(folder / "run" / request.mark).exists(),

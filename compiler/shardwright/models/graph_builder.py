@@ -281,7 +281,7 @@ def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) ->
 def _trace(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
     if absent := missing_modules(TRACING, "torch", "transformers"):
         raise absent
-    if errors := private_name_errors(("every model",)):
+    if errors := private_name_errors("every model"):
         raise Refusal(*errors)
     from shardwright.models.graph_trace import trace_model_graph
     from shardwright.models.remote_code import load_remote_code

@@ -140,6 +140,8 @@ TP_PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
         for norm in ("q_layernorm", "k_layernorm")
     },
 }
+TP_PLAN_ADDITIONS["sarvam_moe"] = TP_PLAN_ADDITIONS["glm4_moe"]
+TP_PLAN_ADDITIONS["apertus1p5_text"] = TP_PLAN_ADDITIONS["apertus"]
 
 WEIGHT_ONLY_LINEARS = ("dt_proj", "classifier")
 """Linears whose owner reads the weight and never calls them (Mamba's, Longcat's router); they stay

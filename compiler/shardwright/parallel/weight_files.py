@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,24 @@ class Weights(Protocol):
 
     def may_round(self, name: str, dtype: torch.dtype) -> bool:
         """Return whether the tensor's stored type loses bits in dtype."""
+
+
+class _UnshardedShapes:
+    """Show transformers' conversions a model whose parameters have their shapes before sharding.
+
+    core_model_loading.Split reads the sizes of a fused tensor's parts from the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._model, self._shapes = model, shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        live = self._model.get_parameter(name)
+        shape = self._shapes.get(name, live.shape)
+        return torch.empty(shape, dtype=live.dtype, device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class WeightFiles:
@@ -76,7 +94,8 @@ class WeightFiles:
         if conversion := self._converted.get(name):
             # The last conversion is memoized, because a fused tensor gives several.
             if self._last[0] != conversion.first:
-                made = conversion.convert(self._model, lambda key: self._slice(key, None))
+                model: Any = _UnshardedShapes(self._model, self._shapes)
+                made = conversion.convert(model, lambda key: self._slice(key, None))
                 self._last = (conversion.first, made)
             whole = self._last[1][name]
             tensor = whole if range_ is None else whole.narrow(*range_)

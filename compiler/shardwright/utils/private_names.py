@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -356,7 +355,7 @@ VERIFIED_VERSIONS = {
 """Distribution -> versions that have all of its names; the newest is last."""
 
 
-def private_name_errors(purposes: Sequence[Purpose]) -> tuple[Diagnostic, ...]:
+def private_name_errors(*purposes: Purpose) -> tuple[Diagnostic, ...]:
     """Return SW1926 for the names that an installed package lacks; none for a package that is not
     installed."""
     missing: dict[tuple[str, Purpose], list[str]] = {}

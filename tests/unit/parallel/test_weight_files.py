@@ -59,6 +59,21 @@ def test_the_same_model_as_from_pretrained(model_type: str, tmp_path: Path) -> N
     )
 
 
+def test_parts_of_a_fused_tensor_are_read_into_a_sharded_model(tmp_path: Path) -> None:
+    """transformers takes the sizes of the parts from the model, whose shapes are of shards."""
+    built = build("sarvam_moe")
+    built.save_pretrained(tmp_path)
+    model = empty("sarvam_moe")
+    weights = WeightFiles(tmp_path, model)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(parameter.new_empty(0)))
+    stored = {key for key in load_file(tmp_path / "model.safetensors") if "query_key_value" in key}
+    assert stored
+    for name, wanted in built.named_parameters():
+        assert torch.equal(weights.read(name, None), wanted), name
+
+
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_a_rank_reads_its_slices_alone(dimension: int, folder: Path) -> None:
     model = empty("llama")

@@ -144,7 +144,7 @@ def test_compile_refuses_the_layout_that_needs_a_missing_name(
 
 def test_a_package_that_is_not_installed_lacks_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None)
-    assert private_name_errors([row.purpose for row in PRIVATE_NAMES]) == ()
+    assert private_name_errors(*(row.purpose for row in PRIVATE_NAMES)) == ()
 
 
 @pytest.mark.parametrize(
