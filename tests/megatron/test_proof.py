@@ -105,7 +105,7 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "yarn of a part of a head": (
         "",
         {**LLAMA, "model_type": "stablelm", "partial_rotary_factor": 0.5, "rope_parameters": YARN},
-        {"unsupported": "a rotary scaling of"},
+        {"unsupported": "the rotary scaling"},
     ),
     "ministral": ("", {**LLAMA, "model_type": "ministral", "head_dim": 16}, {}),
     "cwm": ("", {**LLAMA, "model_type": "cwm", "head_dim": 16}, {}),

@@ -189,8 +189,7 @@ def _megatron_keys() -> list[str]:
         "Supported: "
         + ", ".join(f"`{name}`" for name in SUPPORTED_KEYS)
         + ". Keys of `parallelism` are decided by the rules above. The other keys support only "
-        + "some values. In the reasons, `it` and `its` stand for "
-        + "Megatron-Core, and `they` for the keys of the section:",
+        + "some values:",
         "",
         "| key | supported values | error for other values |",
         "|---|---|---|",

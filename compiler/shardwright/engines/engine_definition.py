@@ -120,7 +120,8 @@ class Engine:
     pads_vocabulary: to a multiple of the tensor ranks; the last ranks have fewer tokens
     automatic: `target: auto` may choose the engine
     tested_on_gpus: training was compared with single-process runs on GPUs, not only on CPU ranks
-    unsupported_reason: returns what of a model the engine does not train; "" where nothing is known
+    unsupported_reason: returns what the engine does not do for a model, a verb first; "" where it
+        may train the model
     """
 
     name: str

@@ -90,7 +90,7 @@ def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
             continue
         have = f"{name} {version} was not tested" if version else f"{name} is not installed"
         instead = "" if engine.name == DEFAULT_TARGET else f", or write `target: {DEFAULT_TARGET}`"
-        message = f"target: {engine.name} runs on {name} {tested}: {have}"
+        message = f"target: {engine.name} needs {name} {tested}, but {have}"
         errors.append(
             found(
                 "SW1923",

@@ -12,6 +12,7 @@ from shardwright.engines.deepspeed.ds_config_schema import (
     SchemaMismatch,
     ds_config_schema,
     is_comment_key,
+    limits_text,
     number_or_bool_from_text,
     properties,
 )
@@ -409,12 +410,6 @@ _WORDS: dict[str, str] = {
     "object": "an object",
     "null": "null",
 }
-_LIMITS: dict[str, str] = {
-    "minimum": "of at least",
-    "exclusiveMinimum": "above",
-    "maximum": "of at most",
-    "exclusiveMaximum": "below",
-}
 
 
 @rule("SW4115")
@@ -503,15 +498,10 @@ def not_a_choice(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
 def out_of_range(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     for misfit in ds_config.schema_mismatches:
         if misfit.kind == "range":
-            limits = [
-                f"{words} {misfit.schema[word]}"
-                for word, words in _LIMITS.items()
-                if word in misfit.schema
-            ]
             yield RuleViolation(
                 misfit.path,
                 f"{dotted(misfit.path)}: {json_snippet(misfit.value)} is out of range",
-                f"Give a number {' and '.join(limits)}.",
+                f"Give a number {limits_text(misfit.schema)}.",
             )
 
 

@@ -219,7 +219,7 @@ def odd_bucket(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             (ZERO, "allgather_bucket_size"),
             (
-                f"allgather_bucket_size {size} is odd: DeepSpeed refuses it at ZeRO stage "
+                f"allgather_bucket_size {size} is odd, which DeepSpeed rejects at ZeRO stage "
                 f"{ds_config.stage}"
             ),
             f"Write an even number, such as {size + 1}.",

@@ -747,8 +747,8 @@ def warmup_decay_rate(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     unused = "the optimizer's lr" if number is None else f"optimizer.params.lr {number:g}"
     yield RuleViolation(
         params,
-        f"without warmup_max_lr WarmupDecayLR warms up to the rate {WARMUP_DECAY_MAX_LR:g}, and "
-        f"ignores {unused}",
+        f"WarmupDecayLR without warmup_max_lr warms up to {WARMUP_DECAY_MAX_LR:g} and ignores "
+        f"{unused}",
         'Add "warmup_max_lr": "auto" to scheduler.params: the Trainer fills in its learning rate.'
         if ds_config.audience == "trainer"
         else f'Add "warmup_max_lr": {number or 2e-5:g} to scheduler.params, or the highest rate '

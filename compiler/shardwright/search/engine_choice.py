@@ -78,7 +78,7 @@ def problem_under_engine(problem: Problem, target: str) -> Problem:
         wrong = (
             *wrong,
             found(
-                "SW2051", "target", f"target: {target}: {unsupported_reason}", "Use another target."
+                "SW2051", "target", f"target: {target} {unsupported_reason}", "Use another target."
             ),
         )
     if wrong:
@@ -142,7 +142,7 @@ def uncompared_engines_reason(problem: Problem) -> str:
         if engine.name == recipe.target:
             continue
         errors = engine_recipe_errors(engine, recipe_for_engine(reopened.recipe, engine))
-        reason = engine.unsupported_reason(problem.graph).removeprefix("it ")
+        reason = engine.unsupported_reason(problem.graph)
         reason = reason or ("" if errors else "has no layout that runs")
         reasons.append(f"{engine.name} {reason}" if reason else errors[0].message)
     return "; ".join(reasons)

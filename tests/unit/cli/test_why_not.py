@@ -228,7 +228,7 @@ def test_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert main(["explain", gemma, "--why-not", "target=megatron"]) == 0
     assert (
-        "error[SW2051]: target: megatron: it does not support the model type 'gemma2'"
+        "error[SW2051]: target: megatron does not support the model type 'gemma2'"
         in capsys.readouterr().out
     )
     assert main(["explain", path, "--why-not", "target=fsdp"]) == 1

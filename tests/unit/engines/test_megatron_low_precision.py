@@ -169,7 +169,7 @@ def test_a_gpu_without_the_format_is_told_the_nearest(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"cluster.gpu": "cpu"}, "its layers run on GPUs alone"),
+        ({"cluster.gpu": "cpu"}, "Transformer Engine's layers run only on GPUs"),
         ({"training.precision": "fp32"}, "does not run in fp32"),
         ({"data": {**TEXT, "packing": True}}, "need an attention mask"),
         ({"model.config": DEEPSEEK, "parallelism": OVER_TENSOR}, "latent"),
@@ -188,7 +188,7 @@ def test_low_precision_needs_transformer_engines_layers(
 
 def test_one_scale_a_row_is_refused(write_recipe: Callable[..., Path]) -> None:
     found = told(write_recipe, {}, "fp8_rowwise")
-    assert "one scale a row" in found["SW1922"].message
+    assert "one scale for each row" in found["SW1922"].message
     assert found["SW1922"].valid == ("none", *LOW_PRECISION_RECIPES)
     assert {"SW3178", "SW3179"}.isdisjoint(found.keys())
 
@@ -204,17 +204,21 @@ class _Plan:
     ("name", "version", "why"),
     [
         (None, "", ""),
-        ("mxfp8", "", "transformer_engine is not importable"),
+        ("mxfp8", "", "transformer_engine cannot be imported"),
         ("mxfp8", "2.1.0", ""),
-        ("fp8_blockwise", "2.1.0", "2.1.0 is installed, and 2.3.0.dev0 is the first with it"),
-        ("nvfp4", "2.6", "2.6 is installed, and 2.7.0.dev0 is the first with it"),
+        (
+            "fp8_blockwise",
+            "2.1.0",
+            "needs Transformer Engine 2.3.0.dev0 or later, but 2.1.0 is installed",
+        ),
+        ("nvfp4", "2.6", "needs Transformer Engine 2.7.0.dev0 or later, but 2.6 is installed"),
         ("nvfp4", "2.9.0", ""),
     ],
 )
 def test_a_host_without_the_kernels_is_refused(
     name: str | None, version: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = "" if version else "transformer_engine is not importable"
+    absent = "" if version else "transformer_engine cannot be imported"
     monkeypatch.setattr(transformer_engine_layers, "_absent", lambda: absent)
     monkeypatch.setattr(transformer_engine_layers, "_version", lambda: version)
     plan: Any = _Plan(name)

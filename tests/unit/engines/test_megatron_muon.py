@@ -69,7 +69,7 @@ def test_the_script_has_one_learning_rate(
     made = compiled(write_recipe, monkeypatch, **{"training.optimizer": own})
     assert "megatron_args.sh" not in made.files
     [found] = [d for d in made.warnings if d.code == "SW2055"]
-    assert "training.optimizer.adamw_lr 0.0003 beside lr 0.001" in found.message
+    assert "training.optimizer.adamw_lr 0.0003, which differs from lr 0.001" in found.message
 
 
 def test_states_are_not_sharded(
@@ -110,7 +110,7 @@ def test_a_megatron_core_without_the_recipes_muon_is_told() -> None:
     version = pytest.importorskip("importlib.metadata").version
     pytest.importorskip("megatron.core")
     if version("megatron-core").startswith("0.16"):
-        assert "has one with other coefficients alone" in megatron_muon.missing_muon()
+        assert "has other coefficients than the recipe" in megatron_muon.missing_muon()
     else:
         assert "megatron-core" not in megatron_muon.missing_muon()
 

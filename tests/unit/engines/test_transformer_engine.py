@@ -65,7 +65,7 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "windows": ({"model.config": WINDOWS}, ""),
     "latent attention": ({"model.config": DEEPSEEK}, ""),
     "rows of one stream": ({"data": {**TEXT, "packing": False}}, ""),
-    "CPU ranks": ({"cluster.gpu": "cpu"}, "run on GPUs alone"),
+    "CPU ranks": ({"cluster.gpu": "cpu"}, "layers run only on GPUs"),
     "fp32": ({"training.precision": "fp32"}, "does not run in fp32"),
     "packed documents": ({"data": {**TEXT, "packing": True}}, "need an attention mask"),
     "packed validation": (
@@ -80,7 +80,7 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
         },
         "need an attention mask",
     ),
-    "GPT-OSS": ({"model.config": OSS}, "'gpt_oss' are this project's own"),
+    "GPT-OSS": ({"model.config": OSS}, "'gpt_oss' run only in this project's own layers"),
     "latent attention over tensor ranks": (
         {"model.config": DEEPSEEK, "parallelism": OVER_TENSOR},
         "latent",
@@ -91,7 +91,7 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "windows over context ranks": (
         {"model.config": WINDOWS, "parallelism": OVER_CONTEXT},
-        "has sliding windows",
+        "does not support the model's sliding windows",
     ),
     "whole experts over tensor ranks": (
         {"model.config": EXPERTS, "parallelism": {**OVER_TENSOR, "expert_tensor": 1}},
@@ -118,13 +118,13 @@ def test_what_keeps_it_out(
         assert why in on["SW3169"].message
     if changes.get("cluster.gpu") != "cpu":
         assert (why in auto["SW3168"].help) and (
-            "Layers: Megatron-Core's" in auto["SW3168"].help
+            "The run uses Transformer Engine's layers" in auto["SW3168"].help
         ) == (not why)
 
 
 def test_off_keeps_it_out(write_recipe: Callable[..., Path]) -> None:
     found = told(write_recipe, {"model.transformer_engine": "off"})
-    assert "; without Transformer Engine." in found["SW3168"].help and "SW3169" not in found
+    assert ", without Transformer Engine." in found["SW3168"].help and "SW3169" not in found
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,14 @@ class _Plan:
         ("auto", "", None, True),
         ("on", "", None, True),
         ("off", "", None, False),
-        ("auto", "transformer_engine is not importable", None, False),
+        ("auto", "transformer_engine cannot be imported", None, False),
         (
             "on",
-            "transformer_engine is not importable",
+            "transformer_engine cannot be imported",
             None,
-            "is on, and transformer_engine is not importable",
+            "is on, but transformer_engine cannot be imported",
         ),
-        ("auto", "", "transformer_engine is not importable", "differs between ranks"),
+        ("auto", "", "transformer_engine cannot be imported", "differs between ranks"),
         ("auto", "", "transformer_engine 2.10", "differs between ranks"),
     ],
 )

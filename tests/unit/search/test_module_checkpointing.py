@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no grouped experts on CPUs": (
         {"model__config": EXPERTS, "cluster__gpu": "cpu", "training__precision": "fp32"},
         ["moe_act"],
-        "its layers run on GPUs alone",
+        "Transformer Engine's layers run only on GPUs",
     ),
 }
 

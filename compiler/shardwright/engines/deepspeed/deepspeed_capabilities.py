@@ -88,7 +88,8 @@ def offload_without_effect(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3111",
         "parallelism.zero_stage",
-        f"offload {s.offload} with zero_stage {s.zero_stage}: nothing would be offloaded",
+        f"offload {s.offload} has no effect with zero_stage {s.zero_stage}: DeepSpeed would "
+        "offload nothing",
         f"Use zero_stage: {needed}{' or more' if needed < 3 else ''}, or offload: none.",
         tuple(range(needed, 4)),
     )
@@ -105,7 +106,8 @@ def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3114",
         "parallelism.zero_stage",
-        f"zero_stage 0 in {precision} drifts: DeepSpeed sums and updates in half precision there",
+        f"zero_stage 0 in {precision} is inaccurate: without ZeRO, DeepSpeed accumulates and "
+        "updates in half precision",
         "Use zero_stage: 1, which accumulates in fp32 and costs nothing with data: 1.",
         (1,),
     )
@@ -123,8 +125,9 @@ def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
             return found(
                 "SW3133",
                 f"extra.{key}",
-                f"extra.{key} does not run at pipeline {x.strategy.pipeline}: {why}",
-                "Remove it, or write `pipeline: 1`. run/metrics.jsonl has every step's seconds.",
+                f"extra.{key} does not run with pipeline {x.strategy.pipeline}: {why}",
+                f"Remove extra.{key}, or write `pipeline: 1`. run/metrics.jsonl has every step's "
+                "seconds.",
             )
     return None
 
@@ -138,8 +141,8 @@ def experts_without_zero(x: Candidate) -> Diagnostic | None:
         "SW3150",
         "parallelism.zero_stage",
         (
-            f"zero_stage 0 with expert {x.strategy.expert} computes a wrong gradient norm: a rank "
-            "counts its own experts"
+            f"zero_stage 0 with expert {x.strategy.expert} computes a wrong gradient norm: each "
+            "rank leaves out other ranks' experts"
         ),
         "Use zero_stage: 1, 2 or 3.",
         (1, 2, 3),

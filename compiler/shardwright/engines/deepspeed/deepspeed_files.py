@@ -155,7 +155,7 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
             continue
         why = _obstacle(split)
         if why:
-            return _warning(split, why)
+            return _warning(f"{split.module} {why}")
         spec = _SPECS[split.style]
         if split.style == "packed_colwise":
             blocks = split.parameters[0].blocks
@@ -166,17 +166,11 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         # Gradients are summed for every parameter of the module; only its weight is sharded.
         leaf = r".*" if split.style == "replicated_with_grad_allreduce" else "weight"
         if specs.setdefault(rf"^{name}\.{leaf}$", spec) != spec:
-            return _warning(split, "is not sharded as in the other layers")
+            return _warning(f"the plan shards {split.module} differently in other layers")
     if plan.model.model_type not in AUTOTP_VERIFIED_TYPES:
-        return _warning(
-            plan.tensor_parallel.modules[0],
-            f"belongs to a {plan.model.model_type!r}, which is not verified under AutoTP",
-        )
+        return _warning(f"model_type {plan.model.model_type!r} is not verified under AutoTP")
     if head.rpartition(".")[2] not in _HEAD_NAMES:
-        return _warning(
-            plan.tensor_parallel.modules[-1],
-            f"has an output embedding named {head!r}, which AutoTP does not recognize",
-        )
+        return _warning(f"AutoTP does not recognize the name {head!r} of the output embedding")
     kinds: list[JsonObject] = []
     for spec in specs.values():
         kinds += [spec] if spec not in kinds else []
@@ -203,7 +197,7 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
 
 def _obstacle(split: ModuleSharding) -> str:
     if split.style not in _SPECS:
-        return f"has the style {split.style}, which AutoTP does not run"
+        return f"has the tensor-parallel style {split.style}, which AutoTP does not support"
     matrices = [p for p in split.parameters if p.dimension is not None and len(p.shape) >= 2]
     if any(len(p.shape) > 2 for p in matrices):
         return "is a stack of matrices, which AutoTP does not shard"
@@ -212,13 +206,13 @@ def _obstacle(split: ModuleSharding) -> str:
     return ""
 
 
-def _warning(split: ModuleSharding, why: str) -> Diagnostic:
+def _warning(why: str) -> Diagnostic:
     return Diagnostic(
         code="SW4101",
         severity="warning",
-        message=f"{AUTOTP_FILE} is not written: {split.module} {why}",
+        message=f"{AUTOTP_FILE} is not written: {why}",
         help=(
-            "`shardwright run` is not affected. The file is for scripts of your own under "
+            "`shardwright run` does not need this file. Your own scripts cannot run this plan with "
             "DeepSpeed's AutoTP."
         ),
         key=("parallelism", "tensor"),

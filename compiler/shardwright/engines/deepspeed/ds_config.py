@@ -14,6 +14,7 @@ from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.engines.deepspeed.ds_config_schema import (
     SchemaMismatch,
     ds_config_schema,
+    limits_text,
     schema_mismatches,
 )
 from shardwright.layout.device_kinds import DeviceKind
@@ -77,13 +78,12 @@ another layout (tests/launch/test_extra_ds_config_keys.py).
 """
 
 EXTRA_KEYS_REFUSED: dict[str, str] = {
-    "zero_optimization.round_robin_gradients": "DeepSpeed then stores the optimizer's masters in "
-    "another order than it reports, so checkpoints and exports would hold weights under wrong "
-    "names",
+    "zero_optimization.round_robin_gradients": "DeepSpeed then reports a wrong order of the fp32 "
+    "master weights, so checkpoints and exports would hold weights under wrong names",
     "zero_optimization.stage3_module_granularity_threshold": "a module that DeepSpeed then gathers "
-    "at once keeps gradients that ZeRO-3's optimizer does not expect: the first step fails on a "
-    "CPU, and it was not tested on GPUs",
-    "comet": "it was not tested with checkpoints; `tracking` and the other monitors were",
+    "at once keeps gradients that ZeRO-3's optimizer does not expect, and the first step fails on "
+    "a CPU (GPUs are untested)",
+    "comet": "comet is not tested with checkpoints; `tracking` and the other monitors are",
 }
 """Maps keys that DeepSpeed documents as neutral to the reason why `extra` may not hold them."""
 
@@ -154,14 +154,14 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
         if disables_hpz(recipe.extra):
             return None
         message = (
-            f"extra.zero_optimization.{HPZ}: the size of a second copy of the weights "
-            "follows from the layout"
+            f"extra.zero_optimization.{HPZ}: the layout decides over how many ranks the second "
+            "copy of the weights is sharded"
         )
         return _error(
             "SW1214",
             path,
             message,
-            "Remove it, or write 1 for a run without a second copy.",
+            "Remove the key, or write 1 for a run without a second copy.",
             ("1",),
         )
     prefixes = [".".join(path[:length]) for length in range(len(path), 0, -1)]
@@ -171,15 +171,15 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
             f"extra.{refused}: compile does not pass this key to DeepSpeed: "
             f"{EXTRA_KEYS_REFUSED[refused]}"
         )
-        return _error("SW1215", path, message, "Remove it.")
+        return _error("SW1215", path, message, "Remove the key.")
     allowed = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_ALLOWED), None)
     if allowed is not None:
         if path[0] == "fp16" and not FORMATS[recipe.training.precision].scales_loss:
             message = (
-                f"extra.{'.'.join(path)} scales losses of fp16, and training.precision is "
+                f"extra.{'.'.join(path)} scales the loss in fp16, but training.precision is "
                 f"{recipe.training.precision}"
             )
-            return _error("SW1214", path, message, "Remove it.")
+            return _error("SW1214", path, message, "Remove the key.")
         return None
     decided = next((prefix for prefix in prefixes if prefix in KEYS_SET_BY_RECIPE), None)
     if decided is None:
@@ -187,10 +187,10 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
             "SW1215",
             path[:1],
             (
-                f"extra.{path[0]}: compile does not pass this section to DeepSpeed: it changes "
-                "training, and the plan does not account for it"
+                f"extra.{path[0]}: compile does not pass this section to DeepSpeed: the section "
+                "changes training in ways that the plan does not account for"
             ),
-            "Remove it. `extra` takes monitoring, profiling, and sizes of buffers.",
+            "Remove the section. `extra` takes monitoring, profiling, and sizes of buffers.",
         )
     return _error(
         "SW1214",
@@ -199,7 +199,7 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
             f"extra.{'.'.join(path)}: this key of ds_config.json follows from the recipe's "
             f"{KEYS_SET_BY_RECIPE[decided]}"
         ),
-        f"Remove it, and set {KEYS_SET_BY_RECIPE[decided]} instead.",
+        f"Remove the key, and set {KEYS_SET_BY_RECIPE[decided]} instead.",
         (KEYS_SET_BY_RECIPE[decided],),
     )
 
@@ -238,7 +238,7 @@ def _misfit(misfit: SchemaMismatch) -> Diagnostic:
             "SW1217",
             misfit.path,
             f"{name}: {misfit.value!r} is not a valid value",
-            "Choose one.",
+            "Write one of the valid values.",
             choices,
         )
     if misfit.kind == "range":
@@ -246,9 +246,11 @@ def _misfit(misfit: SchemaMismatch) -> Diagnostic:
             "SW1217",
             misfit.path,
             f"{name}: {misfit.value} is out of range",
-            "Give a number in range.",
+            f"Give a number {limits_text(misfit.schema)}.",
         )
-    help = "Only the HF Trainer fills in auto." if misfit.kind == "auto" else f"Write {wanted}."
+    help = f"Write {wanted or 'a value'}."
+    if misfit.kind == "auto":
+        help += " Only the HF Trainer fills in auto."
     return _error(
         "SW1217",
         misfit.path,

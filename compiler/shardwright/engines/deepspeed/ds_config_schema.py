@@ -227,10 +227,22 @@ def _is_choice(value: JsonValue, schema: JsonObject) -> bool:
     return value in choices
 
 
-_LIMITS = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le, "exclusiveMaximum": lt}
+_LIMITS = {
+    "minimum": (ge, "of at least"),
+    "exclusiveMinimum": (gt, "above"),
+    "maximum": (le, "of at most"),
+    "exclusiveMaximum": (lt, "below"),
+}
 
 
 def in_range(value: int | float, schema: JsonObject) -> bool:
     """Return whether a number is within the schema's limits."""
-    limits = ((within, schema.get(word)) for word, within in _LIMITS.items())
+    limits = ((within, schema.get(key)) for key, (within, _) in _LIMITS.items())
     return all(within(value, limit) for within, limit in limits if isinstance(limit, int | float))
+
+
+def limits_text(schema: JsonObject) -> str:
+    """Return the schema's limits after "a number": `of at least 0 and below 1`."""
+    return " and ".join(
+        f"{text} {schema[key]}" for key, (_, text) in _LIMITS.items() if key in schema
+    )

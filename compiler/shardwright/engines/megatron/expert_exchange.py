@@ -81,8 +81,8 @@ def has_expert_ranks(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3163",
         key,
-        f"{text} needs tokens that are exchanged between expert ranks, but expert is 1",
-        f"Use expert: 2 or more, or leave {key.partition('.')[2]} at auto.",
+        f"{text} needs expert ranks, which exchange tokens, but expert is 1",
+        f"Use expert: 2 or more, or write `{key.partition('.')[2]}: {off}`.",
         (off,),
     )
 
@@ -96,8 +96,8 @@ def deepep_gpu(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3170",
         _DISPATCHER,
-        f"expert_dispatcher deepep does not run on {gpu}: DeepEP's kernels are for NVIDIA GPUs "
-        "since Hopper, with NVLink between all GPUs of a node",
+        f"expert_dispatcher deepep does not run on {gpu}: DeepEP's kernels need NVIDIA GPUs from "
+        "Hopper on, with NVLink between all GPUs of a node",
         f"{_PLAIN}, or GPUs such as h100-sxm-80gb and b200-sxm-180gb.",
         ("alltoall",),
     )
@@ -114,24 +114,22 @@ def deepep_groups(x: Candidate) -> Diagnostic | None:
     sizes: tuple[int, ...] = ()
     help = f"{_PLAIN}."
     if x.recipe.training.precision != "bf16":
-        why = f"{x.recipe.training.precision}: DeepEP adds up outputs of experts in bf16 alone"
+        why = f"in {x.recipe.training.precision}: DeepEP sums the experts' outputs only in bf16"
         help = f"{_PLAIN}, or precision: bf16."
     elif ranks not in DEEPEP_GROUPS:
         sizes = tuple(n // s.expert_tensor_ranks for n in DEEPEP_GROUPS)
         why = (
-            f"{ranks} ranks (expert {s.expert} x expert_tensor {s.expert_tensor_ranks}): DeepEP "
-            f"takes {', '.join(map(str, DEEPEP_GROUPS[:-1]))} or {DEEPEP_GROUPS[-1]}"
+            f"over {ranks} ranks (expert {s.expert} x expert_tensor {s.expert_tensor_ranks}): "
+            f"DeepEP supports {', '.join(map(str, DEEPEP_GROUPS[:-1]))} or {DEEPEP_GROUPS[-1]}"
         )
     elif per_node % together:
         why = (
-            f"{ranks} ranks on nodes of {per_node} GPUs: DeepEP wants each {together} of them on "
-            "one node"
+            f"over {ranks} ranks on nodes of {per_node} GPUs: DeepEP needs every {together} "
+            "consecutive ranks on one node"
         )
     else:
         return None
-    return found(
-        "SW3174", _DISPATCHER, f"expert_dispatcher deepep does not take {why}", help, sizes
-    )
+    return found("SW3174", _DISPATCHER, f"expert_dispatcher deepep does not run {why}", help, sizes)
 
 
 def overlap_obstacle(x: Candidate) -> Diagnostic | None:
@@ -151,19 +149,21 @@ def overlap_obstacle(x: Candidate) -> Diagnostic | None:
         why = "where whole layers are recomputed"
         fix = "activation_checkpointing: none, selective or a list of modules without moe"
     elif "moe" in s.recompute_modules:
-        why = "where moe is recomputed: its schedule calls the parts of that module one by one"
+        why = "where moe is recomputed: the overlapped schedule calls its parts one by one"
         fix = "activation_checkpointing without moe (moe_act, layernorm and core_attn run)"
     elif s.pipeline > 1 and s.virtual_stages == 1:
         why, fix = f"in a pipeline of {s.pipeline} without virtual stages", "virtual_stages: 2"
     elif not has_experts:
-        why = "where the last layer has no experts: its schedule leaves out the final norm then"
+        why = (
+            "where the last layer has no experts: the overlapped schedule then skips the final norm"
+        )
         fix = ""
     elif held_alone and s.expert_dispatcher == "alltoall":
         why = (
-            "where a rank holds one expert: its schedule frees the tokens that the expert's "
-            "weights' gradients need"
+            "where a rank holds one expert: the overlapped schedule frees tokens that the expert's "
+            "weight gradients need"
         )
-        fix = "a smaller expert degree"
+        fix = f"an expert degree below {s.expert}"
     else:
         return None
     return found(
@@ -205,7 +205,7 @@ def check_deepep(plan: Plan) -> None:
     if rank is not None:
         raise refusal(
             "SW6016",
-            f"expert_dispatcher is deepep, and rank {rank} cannot run DeepEP: {reasons[rank]}",
+            f"expert_dispatcher is deepep, but rank {rank} cannot run DeepEP: {reasons[rank]}",
             "Install DeepEP on every host, or compile again with expert_dispatcher: alltoall.",
         )
 
@@ -216,7 +216,7 @@ def _deepep_absent() -> str:
     from megatron.core.transformer.moe import fused_a2a
 
     if missing_deepep() is not None or not fused_a2a.HAVE_DEEP_EP:
-        return f"{DEEPEP_MODULE} is not importable"
+        return f"{DEEPEP_MODULE} cannot be imported"
     capability = torch.cuda.get_device_capability()
     if torch.version.hip is not None or capability < DEEPEP_CAPABILITY:
         name = torch.cuda.get_device_name()

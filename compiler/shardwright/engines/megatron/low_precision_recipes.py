@@ -61,7 +61,7 @@ LOW_PRECISION_RECIPES: Mapping[str, LowPrecisionRecipe] = {
         version="2.7.0.dev0",
     ),
 }
-REFUSAL_REASON = "Transformer Engine has no recipe with one scale a row"
+REFUSAL_REASON = "Transformer Engine has no recipe with one scale for each row of a matrix"
 
 
 def bf16_layers(plan: Plan) -> tuple[int, int]:
@@ -134,7 +134,8 @@ def keeps_whole_layers_at_the_ends(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3179",
         "training.low_precision_keep",
-        f"low_precision_keep {', '.join(training.low_precision_keep)} does not run under target: "
-        "megatron: Megatron-Core keeps whole layers in bf16, at the start and at the end",
-        f"Name such layers (`{layers[0].name}`, `{layers[-1].name}`), or leave it out.",
+        f"low_precision_keep {', '.join(training.low_precision_keep)} does not run under "
+        "Megatron-Core, which keeps only whole decoder layers at the start and the end in bf16",
+        f"Name decoder layers from the start or the end (`{layers[0].name}`, "
+        f"`{layers[-1].name}`), or remove low_precision_keep.",
     )

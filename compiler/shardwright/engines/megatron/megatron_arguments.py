@@ -161,9 +161,9 @@ def arguments_file(
     except MissingOption as error:
         diagnostic = Diagnostic(
             code="SW2055",
-            message=f"no {ARGUMENTS_FILE}: Megatron-LM's pretrain_gpt.py has no option for {error}",
+            message=f"{ARGUMENTS_FILE} is not written: pretrain_gpt.py has no option for {error}",
             severity="warning",
-            help="`shardwright run` trains the model all the same: it does not use this file.",
+            help="`shardwright run` trains the model all the same, without this file.",
         )
         return {}, (diagnostic,)
     lines = [
@@ -253,29 +253,29 @@ def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
     elif not gated and name == "gelu":
         yield ("--no-bias-gelu-fusion",)
     elif gated or name not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise MissingOption(f"the activation {name!r}{' behind a gate' * gated}")
+        raise MissingOption(f"the {'gated ' * gated}activation {name!r}")
 
 
 def _rope(config: Any) -> Iterator[Option]:
     rope = getattr(config, "rope_parameters", None) or {}
     kind, base = rope.get("rope_type", "default"), float(rope.get("rope_theta", 10000.0))
     if not base.is_integer():
-        raise MissingOption(f"rope_theta {base}: --rotary-base takes whole numbers")
+        raise MissingOption(f"rope_theta {base}: --rotary-base takes integers")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise MissingOption(
-            f"partial_rotary_factor {rope['partial_rotary_factor']}: no model type with it is "
-            "verified"
+            f"partial_rotary_factor {rope['partial_rotary_factor']}, which no verified model type "
+            "has"
         )
     yield from (("--position-embedding-type", "rope"), ("--rotary-base", str(int(base))))
     if kind == "llama3":
         for key, value in _LLAMA_3.items():
             if rope.get(key) != value:
                 raise MissingOption(
-                    f"{key} {rope.get(key)} of a llama3 rope: its code has {value} as a constant"
+                    f"{key} {rope.get(key)} of a llama3 rope (its code has the constant {value})"
                 )
         yield from (("--use-rope-scaling",), ("--rope-scaling-factor", repr(float(rope["factor"]))))
     elif kind != "default":
-        raise MissingOption(f"rope_type {kind} as Hugging Face computes it")
+        raise MissingOption(f"rope_type {kind} with Hugging Face's frequencies")
 
 
 def _training_options(plan: Plan) -> Iterator[Option]:
@@ -322,7 +322,8 @@ def _muon_options(plan: Plan) -> Iterator[Option]:
         return
     if optimizer.adamw_lr != optimizer.lr:
         raise MissingOption(
-            f"training.optimizer.adamw_lr {optimizer.adamw_lr} beside lr {optimizer.lr}"
+            f"training.optimizer.adamw_lr {optimizer.adamw_lr}, which differs from lr "
+            f"{optimizer.lr}"
         )
     yield from (
         ("--muon-momentum", repr(optimizer.momentum)),
@@ -399,7 +400,7 @@ def _host_optimizer_options(plan: Plan) -> dict[str, Any]:
     settings = offload_settings(plan)
     if settings and plan.training.precision == "fp32":
         raise MissingOption(
-            "offload optimizer in fp32, whose weights HybridDeviceOptimizer refuses there"
+            "offload optimizer in fp32: HybridDeviceOptimizer does not take fp32 weights"
         )
     return settings | ({"use_precision_aware_optimizer": True} if settings else {})
 
@@ -434,8 +435,8 @@ def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagn
     if plan.model.dropout > 0:
         raise refusal(
             "SW2054",
-            f"the model's dropout of {plan.model.dropout} does not run under target: megatron",
-            "Set its probabilities to 0 in model.config, or write `target: deepspeed`.",
+            f"the model's dropout {plan.model.dropout} does not run under Megatron-Core",
+            "Set the dropout probabilities to 0 in model.config, or write `target: deepspeed`.",
         )
     from shardwright.engines.megatron.megatron_equivalence import check_megatron_equivalence
 

@@ -50,7 +50,7 @@ ARGUMENTS_FILE = "megatron_args.sh"
 class RefusedKey:
     """Describe which values of a recipe's key run.
 
-    value: returns the recipe's value, "given" for a section
+    value: returns the recipe's value, _GIVEN for a section or a list
     allowed: the values that run
     why: why the others do not run
     """
@@ -60,8 +60,11 @@ class RefusedKey:
     why: str
 
 
+_GIVEN = "given"
+
+
 def _given(section: object) -> str | None:
-    return "given" if section else None
+    return _GIVEN if section else None
 
 
 OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "adam", "muon": "muon"}
@@ -71,38 +74,43 @@ REFUSED_KEYS: Mapping[str, RefusedKey] = {
     "model.loss": RefusedKey(
         value=lambda r: r.model.loss,
         allowed=("auto", "full"),
-        why="its head computes the logits of a whole micro-batch at once",
+        why="Megatron-Core's output layer computes all logits of a micro-batch at once",
     ),
     "model.kernels": RefusedKey(
         value=lambda r: r.model.kernels,
         allowed=("hf", "auto"),
-        why="its layers are Megatron-Core's own modules",
+        why="torch.compile is implemented for Hugging Face's layers, not for Megatron-Core's",
     ),
     "model.freeze": RefusedKey(
-        value=lambda r: _given(r.model.freeze), allowed=(None,), why="it trains every parameter"
+        value=lambda r: _given(r.model.freeze),
+        allowed=(None,),
+        why="frozen parameters are not implemented for Megatron-Core's modules",
     ),
     "model.router_aux_loss": RefusedKey(
         value=lambda r: r.model.router_aux_loss,
         allowed=(None,),
-        why="the loss needs hooks on the routers of Hugging Face's modules",
+        why="the router balance loss is implemented only for Hugging Face's routers",
     ),
     "model.attention": RefusedKey(
         value=lambda r: r.model.attention,
         allowed=("auto", "eager", "sdpa"),
-        why="its attention is torch's scaled_dot_product_attention",
+        why="Megatron-Core's attention is torch's scaled_dot_product_attention or Transformer "
+        "Engine's",
     ),
     "training.outer": RefusedKey(
         value=lambda r: _given(r.training.outer),
         allowed=(None,),
-        why="islands were not tested with it",
+        why="DiLoCo islands are not tested with Megatron-Core",
     ),
     "lora": RefusedKey(
         value=lambda r: _given(r.lora),
         allowed=(None,),
-        why="adapters are implemented for Hugging Face's modules",
+        why="adapters are implemented only for Hugging Face's modules",
     ),
     "extra": RefusedKey(
-        value=lambda r: _given(r.extra), allowed=(None,), why="they are keys of ds_config.json"
+        value=lambda r: _given(r.extra),
+        allowed=(None,),
+        why="extra holds keys of DeepSpeed's ds_config.json",
     ),
 }
 """Maps a recipe's key, by its path, to the values that run."""
@@ -138,18 +146,23 @@ and values that no engine runs.
 
 def check_recipe_keys(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Return SW1922 for every key that does not run."""
-    return tuple(
-        found(
-            "SW1922",
-            name,
-            f"{name}: {'this section' if key.value(recipe) == 'given' else key.value(recipe)} does "
-            f"not run under target: megatron: {key.why}",
-            "Change it, or write `target: deepspeed`.",
-            tuple(str(value) for value in key.allowed if value is not None),
+    errors = []
+    for name, key in REFUSED_KEYS.items():
+        value = key.value(recipe)
+        if value in key.allowed:
+            continue
+        allowed = tuple(str(each) for each in key.allowed if each is not None)
+        errors.append(
+            found(
+                "SW1922",
+                name,
+                f"{name if value == _GIVEN else f'{name}: {value}'} does not run under target: "
+                f"megatron: {key.why}",
+                f"{'Change' if allowed else 'Remove'} {name}, or write `target: deepspeed`.",
+                allowed,
+            )
         )
-        for name, key in REFUSED_KEYS.items()
-        if key.value(recipe) not in key.allowed
-    )
+    return tuple(errors)
 
 
 # Layouts that Megatron-Core, or this version's use of it, does not run. Lines are of megatron-core
@@ -165,8 +178,8 @@ def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
         "SW3151",
         "parallelism.zero_stage",
         (
-            f"zero_stage {stage} does not run under target: megatron: its distributed optimizer "
-            "shards the optimizer's states alone"
+            f"zero_stage {stage} does not run under Megatron-Core, whose distributed optimizer "
+            "shards only the optimizer's states"
         ),
         "Use zero_stage: 1, or `target: deepspeed`.",
         (0, 1),
@@ -184,10 +197,11 @@ def key_value_copies(x: Candidate) -> Diagnostic | None:
         "SW3152",
         "parallelism.tensor",
         (
-            f"tensor {tensor} does not divide the model's {heads} key/value heads, as target: "
-            "megatron requires"
+            f"tensor {tensor} does not divide the model's {heads} key/value heads, but "
+            "Megatron-Core gives each tensor rank equally many"
         ),
-        "Use a tensor degree that divides them, or `target: deepspeed`, whose ranks hold copies.",
+        "Use a tensor degree that divides the number of heads, or `target: deepspeed`, whose "
+        "tensor ranks hold copies of heads.",
         tuple(n for n in range(1, heads + 1) if heads % n == 0),
     )
 
@@ -199,16 +213,17 @@ def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
     length = x.recipe.training.sequence_length // s.context
     if not s.sequence_parallel or (s.tensor > 1 and length % s.tensor == 0):
         return None
+    whose = "the sequence's" if s.context == 1 else "a context rank's"
     why = (
-        "there are no tensor ranks"
+        "tensor is 1"
         if s.tensor == 1
-        else f"{length} tokens do not divide over {s.tensor} ranks"
+        else f"tensor {s.tensor} does not divide {whose} {length} tokens"
     )
     return found(
         "SW3153",
         "parallelism.sequence_parallel",
-        f"sequence_parallel shards the sequence over the tensor ranks: {why}",
-        "Write `sequence_parallel: false`, or a tensor degree above 1 that divides the sequence.",
+        f"sequence_parallel shards the sequence over the tensor ranks, but {why}",
+        f"Write `sequence_parallel: false`, or a tensor degree above 1 that divides {length}.",
     )
 
 
@@ -219,7 +234,7 @@ def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3154",
         "parallelism.schedule",
-        f"schedule {x.strategy.schedule} is DeepSpeed's; Megatron-Core has 1F1B",
+        f"schedule {x.strategy.schedule} does not run under Megatron-Core, which has only 1F1B",
         "Use schedule: 1f1b, or `target: deepspeed`.",
         ("1f1b",),
     )
@@ -233,8 +248,8 @@ def offloaded_parameters(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3155",
         "parallelism.offload",
-        "offload parameters does not run under target: megatron: Megatron-Core keeps the "
-        "optimizer's states in host memory, the weights on the GPU",
+        "offload parameters does not run under Megatron-Core, which offloads only the optimizer's "
+        "states to host memory",
         "Use offload: optimizer, or `target: deepspeed`.",
         ("none", "optimizer"),
     )
@@ -254,9 +269,9 @@ def offload_without_distributed_optimizer(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3177",
         "parallelism.zero_stage",
-        f"offload {s.offload} with zero_stage 0 does not run under target: megatron: its optimizer "
-        "in host memory needs the distributed optimizer",
-        "Use zero_stage: 1, also with data: 1, or offload: none.",
+        f"offload {s.offload} with zero_stage 0 does not run under Megatron-Core, whose optimizer "
+        "in host memory needs the distributed optimizer (zero_stage 1)",
+        "Use zero_stage: 1, which runs with data: 1 too, or offload: none.",
         (1,),
     )
 
@@ -270,7 +285,8 @@ def experts_without_sequence(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3156",
         "parallelism.sequence_parallel",
-        f"target: megatron runs experts with tensor {s.tensor} only with sequence parallelism",
+        f"Megatron-Core runs experts with tensor {s.tensor} only with sequence parallelism, which "
+        "is off",
         "Write `sequence_parallel: true`, or `tensor: 1`.",
     )
 
@@ -284,25 +300,34 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
     s, layers = x.strategy, len(x.graph.layers)
     if s.virtual_stages == 1:
         return None
-    choice = s.activation_checkpointing
+    choice, virtual = s.activation_checkpointing, s.virtual_stages
     if s.pipeline == 1:
-        why = "there is no pipeline"
+        why, fix = "needs a pipeline, but pipeline is 1", "Use pipeline: 2 or more"
     elif s.gradient_accumulation_steps % s.pipeline:
         why = (
-            f"{s.gradient_accumulation_steps} micro-batches are not a multiple of pipeline "
-            f"{s.pipeline}"
+            f"with pipeline {s.pipeline} needs a multiple of {s.pipeline} micro-batches a step, "
+            f"but there are {s.gradient_accumulation_steps}"
         )
+        fix = "Change training.global_batch_size, micro_batch_size or data"
     elif layers < s.total_stages:
-        why = f"the model has {layers} layers, with embedding and head, for {s.total_stages} stages"
-    elif isinstance(choice, PartialCheckpointing) and choice.full % s.virtual_stages:
-        why = f"activation_checkpointing {choice} does not divide over the virtual stages"
+        why = (
+            f"with pipeline {s.pipeline} makes {s.total_stages} stages, but the model has only "
+            f"{layers} layers, embedding and head included"
+        )
+        fix = "Use fewer pipeline ranks"
+    elif isinstance(choice, PartialCheckpointing) and choice.full % virtual:
+        why = (
+            f"does not divide the {choice.full} layers that activation_checkpointing: {choice} "
+            "recomputes"
+        )
+        fix = f"Use a multiple of {virtual} layers"
     else:
         return None
     return found(
         "SW3157",
         "parallelism.virtual_stages",
-        f"virtual_stages {s.virtual_stages}: {why}",
-        "Change that, or write `virtual_stages: 1`.",
+        f"virtual_stages {virtual} {why}",
+        f"{fix}, or write `virtual_stages: 1`.",
         (1,),
     )
 
@@ -318,10 +343,11 @@ def context_divides_sequence(x: Candidate) -> Diagnostic | None:
         "SW3164",
         "parallelism.context",
         (
-            f"context {c} under target: megatron splits a sequence into {2 * c} chunks, which "
-            f"{length} tokens do not divide over"
+            f"Megatron-Core splits a sequence into {2 * c} equal chunks for context {c}, but "
+            f"{length} tokens are not a multiple of {2 * c}"
         ),
-        "Use a context degree whose double divides the sequence length.",
+        "Use a context degree whose double divides the sequence length, or change "
+        "training.sequence_length.",
         tuple(n for n in range(1, length // 2 + 1) if length % (2 * n) == 0)[:8],
     )
 
@@ -336,7 +362,7 @@ def expert_groups(x: Candidate) -> Diagnostic | None:
         return found(
             "SW3165",
             "parallelism.expert",
-            f"expert {s.expert}: the model has no experts",
+            f"expert {s.expert} needs a mixture of experts, but the model has no experts",
             "Use expert: 1.",
             (1,),
         )
@@ -347,7 +373,8 @@ def expert_groups(x: Candidate) -> Diagnostic | None:
         "parallelism.expert",
         f"expert {s.expert} x expert_tensor {apart} does not divide the {ranks} ranks of tensor "
         f"{s.tensor} x context {s.context} x data {s.data}",
-        "Use degrees that divide them: Megatron-Core's expert groups cover all ranks of a stage.",
+        "Use degrees whose product divides the number of ranks: Megatron-Core's expert groups "
+        "cover all ranks of a stage.",
         tuple(n for n in range(1, ranks // apart + 1) if ranks % (n * apart) == 0)[:8],
     )
 
@@ -363,10 +390,10 @@ def expert_biases(x: Candidate) -> Diagnostic | None:
         "SW3166",
         "parallelism.expert_tensor",
         (
-            "experts with biases cannot be sharded over tensor ranks under target: megatron: "
-            f"tensor {s.tensor}"
+            f"expert_tensor: {s.expert_tensor} shards experts that have biases over "
+            f"{s.expert_tensor_ranks} tensor ranks, which Megatron-Core does not support"
         ),
-        "Write `expert_tensor: 1`: tensor ranks then hold unsharded experts.",
+        "Write `expert_tensor: 1`, which leaves the experts unsharded on each tensor rank.",
         (1,),
     )
 
@@ -384,15 +411,21 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
     s = x.strategy
     if s.expert_tensor_ranks == s.tensor or (s.expert_tensor == 1 and expert_modules(x.graph)):
         return None
-    why = f"experts are sharded over all {s.tensor} tensor ranks, or over none"
+    if not expert_modules(x.graph):
+        return found(
+            "SW3167",
+            "parallelism.expert_tensor",
+            f"expert_tensor {s.expert_tensor} needs a mixture of experts, but the model has no "
+            "experts",
+            "Write `expert_tensor: tensor`, the default.",
+            ("tensor",),
+        )
     return found(
         "SW3167",
         "parallelism.expert_tensor",
-        (
-            f"expert_tensor {s.expert_tensor}: "
-            f"{why if expert_modules(x.graph) else 'the model has no experts'}"
-        ),
-        "Use `tensor` or 1.",
+        f"expert_tensor {s.expert_tensor} does not run with tensor {s.tensor}: experts can be "
+        f"sharded over all {s.tensor} tensor ranks, or over none",
+        "Write `expert_tensor: tensor` for all tensor ranks, or `expert_tensor: 1` for none.",
         ("tensor", 1),
     )
 
@@ -409,8 +442,8 @@ def fused_weights_cut_otherwise(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3176",
         "parallelism.tensor",
-        f"tensor {tensor} does not run under target: megatron for a {x.graph.model_type!r}: its "
-        f"ranks hold other rows of {name} than the plan",
+        f"tensor {tensor} does not run under Megatron-Core for {x.graph.model_type!r}: "
+        f"Megatron-Core's tensor ranks hold other rows of {name} than the plan's",
         "Write `tensor: 1`, or `target: deepspeed`.",
         (1,),
     )
@@ -439,9 +472,9 @@ def muon_with_sharded_states(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3237",
         "parallelism.zero_stage",
-        f"the optimizer muon with zero_stage {s.zero_stage} over {s.zero_world_size} data and "
-        "context ranks does not run under target: megatron: its distributed optimizer cuts "
-        "matrices",
+        f"muon does not run under Megatron-Core with zero_stage {s.zero_stage} over "
+        f"{s.zero_world_size} data and context ranks: the distributed optimizer shards matrices, "
+        "which Muon needs unsharded",
         "Use zero_stage: 0, or `target: deepspeed`.",
         (0,),
     )
@@ -457,9 +490,9 @@ def muon_of_transposed_experts(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3238",
         "training.optimizer.name",
-        f"the optimizer muon does not run under target: megatron for a {x.graph.model_type!r}, "
-        "whose experts are stored as (in, out)",
-        "Write `target: deepspeed`, or `name: adamw`.",
+        f"muon does not run under Megatron-Core for {x.graph.model_type!r}: Megatron-Core's Muon "
+        "needs weights stored as (out, in), but the experts are stored as (in, out)",
+        "Write `target: deepspeed`, or `name: adamw` in training.optimizer.",
         ("adamw",),
     )
 
@@ -472,7 +505,7 @@ def not_tested_on_gpus(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3168",
         "target",
-        "target: megatron is not tested on GPUs",
+        "target: megatron is not tested on GPUs, only on CPU ranks",
         f"{gpu_layers_text(x)} Compare the first losses with those of `target: deepspeed`, which "
         "starts from the same weights and data.",
         severity="warning",
@@ -513,10 +546,10 @@ HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
 
 def _unsupported_reason(graph: ModelGraph) -> str:
     if graph.task_traits.has_images:
-        return "it does not train vision-language models"
+        return "does not train vision-language models"
     if graph.model_type not in MODEL_MAPPINGS:
-        return f"it does not support the model type {graph.model_type!r}"
-    return "it does not run dropout" if graph.max_dropout > 0 else ""
+        return f"does not support the model type {graph.model_type!r}"
+    return "does not run dropout" if graph.max_dropout > 0 else ""
 
 
 def _private_names(plan: Plan) -> tuple[Purpose, ...]:
@@ -533,10 +566,11 @@ MEGATRON = Engine(
     refusal_reasons={
         "training.low_precision": LOW_PRECISION_REFUSAL,
         "training.precision": (
-            "fp16 needs a loss scale, which checkpoints of this engine do not store"
+            "fp16 needs a loss scale, which checkpoints under Megatron-Core do not store"
         ),
-        "training.optimizer.name": "of Megatron-Core's own optimizers, this version runs adam",
-        "model.task": "it does not train vision-language models",
+        "training.optimizer.name": "only AdamW and Muon are implemented under Megatron-Core",
+        "training.objective.name": "only next-token prediction is implemented under Megatron-Core",
+        "model.task": "only causal language models are implemented under Megatron-Core",
     },
     runtime="shardwright.engines.megatron.megatron_runtime",
     lowering="shardwright.engines.megatron.megatron_arguments",

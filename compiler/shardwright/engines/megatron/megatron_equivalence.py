@@ -85,29 +85,25 @@ def _refusal(plan: Plan, result: dict[str, Any]) -> Refusal:
     if "unsupported" in result:
         return refusal(
             "SW2051",
-            f"target: megatron cannot build this {kind!r}: {result['unsupported']}",
+            f"Megatron-Core does not support this {kind!r}: {result['unsupported']}",
             _HELP,
         )
     if "apart" in result:
         return refusal(
             "SW2052",
-            (
-                f"Megatron-Core does not compute what this {kind!r} does: on a tiny copy "
-                f"{result['apart']}"
-            ),
+            f"Megatron-Core computes {kind!r} differently from Hugging Face: on a tiny copy of the "
+            f"model, {result['apart']}",
             _HELP,
         )
     if "layout" in result:
-        help = (
-            "The layout runs under DeepSpeed alone: change the degrees, or write "
-            "`target: deepspeed`."
-        )
         return refusal(
-            "SW2053", f"Megatron-Core does not build the plan's ranks: {result['layout']}", help
+            "SW2053",
+            f"Megatron-Core's ranks would differ from the plan's: {result['layout']}",
+            "Change the degrees of `parallelism`, or write `target: deepspeed`.",
         )
     return refusal(
         "SW2052",
-        f"Megatron-Core cannot build a tiny copy of this {kind!r}: {result['failed']}",
+        f"Megatron-Core cannot build a tiny copy of the {kind!r} model: {result['failed']}",
         _HELP,
     )
 

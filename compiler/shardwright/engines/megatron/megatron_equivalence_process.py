@@ -89,7 +89,7 @@ def _compare_tiny_copy(document: dict[str, Any]) -> dict[str, Any]:
             found, lambda name: held[name].t() if name in transposed else held[name]
         )
         if lost := buffers.keys() - {piece.name for piece in found}:
-            return {"apart": f"Megatron's model has no {min(lost)}"}
+            return {"apart": f"Megatron-Core's model has no {min(lost)}"}
         return _differences(
             config.vocab_size, ids, model, other, [p for p in found if not p.is_buffer], transposed
         )
@@ -116,9 +116,9 @@ def _differences(
     logits = other(input_ids=ids, position_ids=places, attention_mask=None)[..., :vocabulary]
     covered, total = sum(piece.numel for piece in found), sum(p.numel() for p in model.parameters())
     if covered != total:
-        return {"apart": f"Megatron's has {covered:,} of the model's {total:,} parameters"}
+        return {"apart": f"Megatron-Core has {covered:,} of {total:,} parameters"}
     if not (off := relative_error(logits, wanted)) <= RELATIVE_TOLERANCE:
-        return {"apart": f"logits differ by {off:.1e} of the largest"}
+        return {"apart": f"logits differ by {off:.1e} of the largest logit"}
     direction = torch.randn_like(wanted)
     wanted.backward(direction)
     logits.backward(direction)
@@ -131,11 +131,12 @@ def _differences(
     for piece in found:
         mine = piece.parameter.grad
         if mine is None:
-            return {"apart": f"{piece.name} has no gradient"}
+            return {"apart": f"{piece.name} has no gradient under Megatron-Core"}
         theirs = gradients[piece.name].reshape(-1)[piece.start : piece.start + piece.numel]
         off = max_abs_diff(mine.view(-1)[piece.own : piece.own + piece.numel], theirs) / largest
         if not off <= RELATIVE_TOLERANCE:
-            return {"apart": f"the gradient of {piece.name} differs by {off:.1e} of the largest"}
+            differs = f"differs by {off:.1e} of the largest gradient"
+            return {"apart": f"the gradient of {piece.name} {differs}"}
     return {}
 
 
@@ -208,7 +209,7 @@ def _rank_difference(plan: Any, config: Any, rank: int) -> str:
         ours = (at.pipeline, at.data, at.context, at.tensor, plan.expert_rank_of(at))
         if theirs != ours:
             return (
-                f"its pipeline, data, context, tensor and expert ranks are {theirs}, planned {ours}"
+                f"the pipeline, data, context, tensor and expert ranks are {theirs}, planned {ours}"
             )
         settings = transformer_config(config, **parallel_settings(plan))
         if plan.strategy.expert_dispatcher == "deepep":

@@ -110,7 +110,7 @@ def weight_mapping(config: Any) -> ModelMapping:
     family = MODEL_MAPPINGS.get(config.model_type)
     if family is None:
         raise Unsupported(
-            f"model_type {config.model_type!r}: known are {', '.join(sorted(MODEL_MAPPINGS))}"
+            f"model_type {config.model_type!r} is not one of {', '.join(sorted(MODEL_MAPPINGS))}"
         )
     return family
 
@@ -128,7 +128,9 @@ def rotary_frequencies(model: nn.Module) -> RotaryFrequencies | None:
     rotary: Any = modules[0]
     kind = getattr(rotary, "rope_type", "default")
     if len(modules) > 1 or not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
-        raise Unsupported(f"rope_type {kind}: its frequencies depend on the sequence length")
+        raise Unsupported(
+            f"rope_type {kind} has frequencies that depend on the sequence length or the layer"
+        )
     scaling = float(getattr(rotary, "attention_scaling", 1.0))
     return RotaryFrequencies(frequencies=rotary.inv_freq.detach().float().clone(), scaling=scaling)
 
@@ -240,7 +242,7 @@ def build_model(
         # A scaling of queries and keys is one of the scores, where rotation covers all of a head.
         if 2 * len(rotary.frequencies) != megatron.kv_channels or megatron.multi_latent_attention:
             raise Unsupported(
-                f"a rotary scaling of {rotary.scaling:.6g} on a part of each query and key"
+                f"the rotary scaling {rotary.scaling:.6g} applies to a part of each query and key"
             )
         megatron.softmax_scale = megatron.kv_channels**-0.5 * rotary.scaling**2
     arguments = {

@@ -32,7 +32,7 @@ def activation(name: str) -> Callable[..., Any]:
         "relu2": _squared_relu,
     }
     if name not in known:
-        raise Unsupported(f"the activation {name!r}: known are {', '.join(known)}")
+        raise Unsupported(f"the activation {name!r} is not one of {', '.join(known)}")
     return known[name]
 
 
@@ -44,7 +44,9 @@ def require_values(config: Any, **plain: Any) -> None:
     """Raise Unsupported where a key has another value than the one that Megatron supports."""
     for key, value in plain.items():
         if getattr(config, key, value) not in (value, None):
-            raise Unsupported(f"{key} {getattr(config, key)}: Megatron-Core has {value} alone")
+            raise Unsupported(
+                f"{key} is {getattr(config, key)}, but Megatron-Core supports only {value}"
+            )
 
 
 def windows(config: Any) -> Settings:
@@ -173,11 +175,10 @@ def _softmax(config: Any) -> Settings:
     gradient reaches the router)."""
     is_scaled = getattr(config, "norm_topk_prob", True)
     if is_scaled and config.num_experts_per_tok == 1:
-        kept = ", or norm_topk_prob: false" if hasattr(config, "norm_topk_prob") else ""
+        other = ", or norm_topk_prob: false" if hasattr(config, "norm_topk_prob") else ""
         raise Unsupported(
-            "num_experts_per_tok 1: the weight of the chosen expert is scaled to 1, so no gradient "
-            "reaches the router, which Megatron-Core refuses (it takes 2 experts a token or "
-            f"more{kept})"
+            "num_experts_per_tok 1: the chosen expert's weight is always 1, so no gradient reaches "
+            f"the router; Megatron-Core needs 2 or more experts a token{other}"
         )
     return {"moe_router_pre_softmax": not is_scaled}
 
@@ -235,7 +236,7 @@ def _moe_after_dense_layers(config: Any) -> Settings:
     some that all tokens share."""
     dense = config.first_k_dense_replace
     if dense >= config.num_hidden_layers:
-        raise Unsupported(f"first_k_dense_replace {dense}: no layer has experts")
+        raise Unsupported(f"first_k_dense_replace {dense} leaves no layer with experts")
     features = config.moe_intermediate_size
     return {
         **_experts(config, config.n_routed_experts, features),
@@ -256,8 +257,8 @@ def _sigmoid(config: Any) -> Settings:
     groups, chosen, topk = config.n_group, config.topk_group, config.num_experts_per_tok
     if groups > 1 and topk // chosen != 2:
         raise Unsupported(
-            f"topk_group {chosen} of {topk} experts: Megatron-Core would weigh a group by "
-            f"{topk // chosen}"
+            f"topk_group {chosen} with {topk} experts a token: Megatron-Core would rank a group by "
+            f"its best {topk // chosen} experts, Hugging Face by its best 2"
         )
     return {
         **_moe_after_dense_layers(config),
@@ -280,7 +281,7 @@ def _latent(config: Any) -> Settings:
     whole = rope.get("mscale_all_dim", 0) if piped else 0
     stretch = rope.get("factor", 1.0) if piped else 1.0
     if not math.isfinite(stretch):
-        raise Unsupported(f"factor {stretch} of the rope")
+        raise Unsupported(f"rope_parameters.factor {stretch} is not finite")
     return {
         **gated(config),
         "kv_channels": config.qk_nope_head_dim + config.qk_rope_head_dim,

@@ -51,7 +51,7 @@ def check_muon(plan: Plan) -> None:
     if missing:
         raise refusal(
             "SW6018",
-            f"training.optimizer.name is muon, which this rank cannot run: {missing}",
+            f"this rank cannot run training.optimizer.name muon: {missing}",
             "Install `megatron-core>=0.19` and `emerging-optimizers` (Python 3.12 or newer) on "
             "every host, or write `target: deepspeed`.",
         )
@@ -63,7 +63,7 @@ def missing_muon() -> str:
 
     if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
         version = metadata.version("megatron-core")
-        return f"megatron-core {version} has one with other coefficients alone"
+        return f"the only Muon of megatron-core {version} has other coefficients than the recipe"
     from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS
 
     return "" if HAVE_EMERGING_OPTIMIZERS else "emerging-optimizers is not installed"

@@ -253,8 +253,8 @@ def transformer_settings(plan: Plan, config: Any) -> Any:
             "SW6015",
             f"Megatron-Core refuses training.low_precision {plan.low_precision.format}: "
             f"{' '.join(str(error).split())}",
-            "Install what it names on every host, or write `training.low_precision: none` and "
-            "compile again.",
+            "Install what Megatron-Core asks for on every host, or write "
+            "`training.low_precision: none` and compile again.",
         ) from None
 
 

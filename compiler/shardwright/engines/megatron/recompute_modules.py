@@ -51,7 +51,7 @@ def recompute_obstacle(x: Candidate, module: RecomputeModule) -> str:
         return missing
     if module == "moe_act" and transformer_engine_choice(x) == "off":
         why = transformer_engine_obstacle(x) or "model.transformer_engine is off"
-        return f"only Transformer Engine's grouped experts recompute it, and {why}"
+        return f"only Transformer Engine's grouped experts recompute moe_act, and {why}"
     return ""
 
 

@@ -49,24 +49,37 @@ def transformer_engine_obstacle(x: Candidate) -> str:
     """Return why the recipe or the layout rules Transformer Engine out; "" where it may be used."""
     s, kind, config = x.strategy, x.graph.model_type, x.graph.config
     if x.cluster.gpu.is_cpu:
-        return "its layers run on GPUs alone"
+        return "Transformer Engine's layers run only on GPUs"
     if x.recipe.training.precision != "bf16":
-        return f"its fused attention does not run in {x.recipe.training.precision}"
+        precision = x.recipe.training.precision
+        return f"Transformer Engine's fused attention does not run in {precision}"
     data = [part for _, part in x.recipe.dataset_sections()]
     if any(part.packing and part.kind in DOCUMENT_KINDS for part in data):
-        return "packed sequences need an attention mask, which its causal attention does not take"
+        return (
+            "packed sequences need an attention mask, which Transformer Engine's causal attention "
+            "does not take"
+        )
     family = MODEL_MAPPINGS.get(kind)
     if family is not None and family.has_transposed_experts:
-        return f"the experts and the attention of a {kind!r} are this project's own"
+        return f"the experts and the attention of {kind!r} run only in this project's own layers"
     is_latent = family is not None and "self_attention.linear_kv_up_proj.weight" in family.layer
     if is_latent and s.tensor * s.context > 1:
-        return "its latent attention shards other parts than planned over tensor or context ranks"
+        return (
+            "Transformer Engine's latent attention shards differently from the plan over tensor or "
+            "context ranks"
+        )
     kinds = config.get("layer_types")
     has_windows = not isinstance(kinds, list) or not kinds or "sliding_attention" in kinds
     if s.context > 1 and config.get("sliding_window") is not None and has_windows:
-        return "its context ranks exchange whole sequences, and the model has sliding windows"
+        return (
+            "Transformer Engine's attention over context ranks does not support the model's "
+            "sliding windows"
+        )
     if s.expert_tensor_ranks != s.tensor:
-        return "its gradient norm was not verified for experts that tensor ranks do not shard"
+        return (
+            "Transformer Engine's gradient norm is not verified for experts that tensor ranks do "
+            "not shard"
+        )
     return ""
 
 
@@ -86,8 +99,8 @@ def transformer_engine_unavailable(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3169",
         ("model", "transformer_engine"),
-        f"transformer_engine: on, but its layers cannot be used: {why}",
-        "Write `transformer_engine: auto`, which runs this project's layers then.",
+        f"transformer_engine: on does not run: {why}",
+        "Write `transformer_engine: auto`: this recipe then runs in this project's own layers.",
         ("auto", "off"),
     )
 
@@ -98,7 +111,8 @@ def low_precision_unavailable(x: Candidate) -> Diagnostic | None:
     name = x.recipe.training.low_precision
     if name not in LOW_PRECISION_RECIPES:
         return None
-    why, help = transformer_engine_obstacle(x), "Change that, or write `low_precision: none`."
+    why = transformer_engine_obstacle(x)
+    help = "Change the key that rules Transformer Engine out, or write `low_precision: none`."
     if not why and x.recipe.model.transformer_engine == "off":
         why, help = "model.transformer_engine is off", "Remove `transformer_engine: off`."
     if not why:
@@ -106,8 +120,7 @@ def low_precision_unavailable(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3178",
         "training.low_precision",
-        f"low_precision: {name} needs Transformer Engine's layers under target: megatron, which "
-        f"cannot be used: {why}",
+        f"low_precision {name} does not run under Megatron-Core without Transformer Engine: {why}",
         help,
         ("none",),
     )
@@ -116,18 +129,16 @@ def low_precision_unavailable(x: Candidate) -> Diagnostic | None:
 def gpu_layers_text(x: Candidate) -> str:
     """Describe which layers a run on GPUs uses, for SW3168."""
     why = "" if x.recipe.model.transformer_engine == "off" else transformer_engine_obstacle(x)
-    own = "this project's own in Megatron-Core, which are verified on CPU ranks"
+    own = "this project's own layers, which are verified on CPU ranks"
     if transformer_engine_choice(x) == "off":
-        return f"Layers: {own}; without Transformer Engine{f': {why}' if why else ''}."
+        return f"The run uses {own}, without Transformer Engine{f': {why}' if why else ''}."
     other = "" if transformer_engine_choice(x) == "on" else f" where installed, otherwise {own}"
     if (low_precision := x.recipe.training.low_precision) in LOW_PRECISION_RECIPES:
-        return (
-            f"Layers: Megatron-Core's of Transformer Engine, whose {low_precision} kernels no test "
-            "has run."
-        )
+        untested = f"{low_precision} kernels no test has run"
+        return f"The run uses Transformer Engine's layers, whose {untested}."
     return (
-        f"Layers: Megatron-Core's of Transformer Engine{other}. Write "
-        "`model.transformer_engine: off` to run without."
+        f"The run uses Transformer Engine's layers{other}. Write `model.transformer_engine: off` "
+        "to run without Transformer Engine."
     )
 
 
@@ -154,12 +165,13 @@ def uses_transformer_engine(plan: Plan) -> bool:
     if not _absent():
         return True
     if wish == "on":
-        raise refusal("SW6015", f"model.transformer_engine is on, and {mine}", help_text)
+        raise refusal("SW6015", f"model.transformer_engine is on, but {mine}", help_text)
     if "moe_act" in plan.strategy.recompute_modules:
         raise refusal(
             "SW6015",
-            f"activation_checkpointing recomputes moe_act, which takes Transformer Engine: {mine}",
-            "Install it on every host, or compile again without moe_act.",
+            "activation_checkpointing recomputes moe_act, which needs Transformer Engine, but "
+            f"{mine}",
+            "Install Transformer Engine on every host, or compile again without moe_act.",
         )
     return False
 
@@ -177,10 +189,10 @@ def check_low_precision(plan: Plan, *, taken: bool) -> None:
     first = LOW_PRECISION_RECIPES[name].version
     if taken and Version(_version()) >= Version(first):
         return
-    why = f"{_version()} is installed, and {first} is the first with it" if taken else _absent()
+    why = f"{_version()} is installed" if taken else _absent()
     raise refusal(
         "SW6015",
-        f"training.low_precision is {name}, which Transformer Engine computes: {why}",
+        f"training.low_precision {name} needs Transformer Engine {first} or later, but {why}",
         f"Install Transformer Engine {first} or later on every host, or write "
         "`training.low_precision: none` and compile again.",
     )
@@ -189,9 +201,9 @@ def check_low_precision(plan: Plan, *, taken: bool) -> None:
 def layers_log_line(plan: Plan, *, taken: bool) -> str:
     """Return the log line of a run on GPUs that names its layers."""
     if taken:
-        return f"layers: Megatron-Core's of Transformer Engine {_version()}, not tested on GPUs"
+        return f"layers: those of Transformer Engine {_version()}, not tested on GPUs"
     why = "" if plan.model.transformer_engine == "off" else f": {_absent()}"
-    return f"layers: this project's own in Megatron-Core, without Transformer Engine{why}"
+    return f"layers: this project's own, without Transformer Engine{why}"
 
 
 def _version() -> str:
@@ -208,13 +220,13 @@ def _absent() -> str:
     from packaging.requirements import Requirement
 
     if not HAVE_TE:
-        return "transformer_engine is not importable"
+        return "transformer_engine cannot be imported"
     asked = [Requirement(line) for line in metadata.requires("megatron-core") or ()]
     versions = [r.specifier for r in asked if r.name.replace("_", "-") == PACKAGE and r.specifier]
     try:
         version = _version()
     except metadata.PackageNotFoundError:
-        return "transformer_engine has no version"
+        return "the installed transformer_engine tells no version"
     if versions and not all(
         specifier.contains(version, prereleases=True) for specifier in versions
     ):

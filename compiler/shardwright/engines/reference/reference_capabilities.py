@@ -25,10 +25,10 @@ def single_process_only(x: Candidate) -> Diagnostic | None:
         "SW3134",
         f"parallelism.{wrong[0][0]}",
         (
-            "target: reference trains in one process, without "
+            "target: reference trains in one process, but the layout has "
             f"{', '.join(f'{name} {value}' for name, value in wrong)}"
         ),
-        "Write `zero_stage: 0`, `offload: none` and no degree above 1, or `target: deepspeed`.",
+        "Write `zero_stage: 0`, `offload: none` and degrees of 1, or `target: deepspeed`.",
     )
 
 
@@ -55,9 +55,10 @@ def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
             return found(
                 "SW1921",
                 name,
-                f"{name}: {'this section' if value == 'given' else value} is not for target: "
-                "reference, one process of plain PyTorch",
-                "Change it, or write `target: deepspeed`.",
+                f"{name if value == 'given' else f'{name}: {value}'} does not run under target: "
+                "reference, which is one process of plain PyTorch",
+                f"{'Remove' if value == 'given' else 'Change'} {name}, or write "
+                "`target: deepspeed`.",
                 tuple(str(v) for v in allowed if v is not None),
             )
     return None
@@ -95,7 +96,7 @@ REFERENCE = Engine(
     low_precision={"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"},
     refusal_code="SW1921",
     refusal_reasons={
-        "training.precision": "fp16 needs a loss scale, which it does not have",
+        "training.precision": "fp16 needs a loss scale, which this engine does not have",
         "training.low_precision": "torchao's linears of this format are prototypes for single GPUs",
     },
     rules=RULES,  # SW1921 refuses `extra`
