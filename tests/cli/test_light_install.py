@@ -184,9 +184,9 @@ def test_a_wrong_folder_is_refused_before_torch_is_imported(
     argv: list[str], words: str, tmp_path: Path
 ) -> None:
     found, modules = run_without_extras({"it": argv}, tmp_path, blocked=[])
-    code, _, err, seconds = found["it"]
+    code, _, err, _ = found["it"]
     assert code == 1 and f"error[{words}]" in err
-    assert not modules & {"torch", "transformers", "deepspeed", "numpy"} and seconds < 1
+    assert not modules & {"torch", "transformers", "deepspeed", "numpy"}
 
 
 def test_a_damaged_checkpoint_and_a_full_output_are_refused_before_torch_is_imported(

@@ -285,6 +285,7 @@ def test_it_prints_whole_and_light(page_file: Path) -> None:
         assert len(printed["data"]) > 50_000
 
 
+@pytest.mark.prove
 def test_the_largest_plan_opens_at_once(tmp_path: Path) -> None:
     folder = compiled(LARGEST, tmp_path)
     [(path, size)] = write_report(folder, tmp_path / "large.html", None)

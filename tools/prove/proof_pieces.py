@@ -40,8 +40,12 @@ PIECES: dict[str, Piece] = {
         alone=True,
     ),
     "speed": Piece(
-        title="commands within their seconds",
-        tests=("tests/cli/test_speed.py", "tests/lint/test_command.py"),
+        title="commands and the report within their seconds",
+        tests=(
+            "tests/cli/test_speed.py",
+            "tests/lint/test_command.py",
+            "tests/report/test_browser.py",
+        ),
         minutes=10,
         alone=True,
     ),
@@ -412,6 +416,7 @@ PIECES: dict[str, Piece] = {
             "tests/launch/test_resume_other_islands.py",
             "tests/parity/test_islands.py",
             "tests/unit/diloco/test_outer_store.py",
+            "tests/unit/train/test_outer_step.py",
         ),
         minutes=30,
         areas=("islands",),

@@ -476,4 +476,4 @@ def test_a_rank_gives_up_on_a_server_that_sends_a_byte_now_and_then(
         thread.start()
         with pytest.raises(ChannelError, match="timed out"):
             connect_to_server("127.0.0.1", server.getsockname()[1], TOKEN, 0, "h", 1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30

@@ -330,6 +330,7 @@ def test_what_is_on_its_way_is_not_taken_for_something_else(
         here.island(toy, monkeypatch).begin(at, Path("somewhere"))
 
 
+@pytest.mark.prove
 def test_training_waits_for_what_the_steps_do_not_cover(place: Callable[..., Place0]) -> None:
     here, toy = place(), Toy()
     outer = here.island(toy)

@@ -136,7 +136,7 @@ def test_one_that_is_silent_is_gone(age_seconds: float, path: Path) -> None:
     said: list[str] = []
     mine, began = Lease([path], current_process_owner("ranks", path.parent)), time.monotonic()
     (dead,) = mine.take(say=said.append)
-    assert time.monotonic() - began < 1.5 and (dead.host, dead.pid) == ("b", 7)
+    assert time.monotonic() - began < 10 and (dead.host, dead.pid) == ("b", 7)
     assert said[0].endswith("for a heartbeat of the run on host b, process 7")
     mine.release()
 
