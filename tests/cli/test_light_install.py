@@ -199,6 +199,9 @@ def test_a_damaged_checkpoint_and_a_full_output_are_refused_before_torch_is_impo
         "step": 1,
         "optimizer_step": 1,
         "loss_scale": None,
+        "rows": [],
+        "data": {},
+        "finite": True,
         "tensors": {},
     }
     document["files"] = [{"name": "a.safetensors", "size_bytes": 8}]
