@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import gc
 import importlib
 import os
 import signal
@@ -207,8 +206,6 @@ def _dispatch(arguments: list[str]) -> int:
     silence_torchao()
     command = COMMANDS[first]
     add_arguments, run = command.functions(first)
-    if not gc.get_freeze_count():  # a caller may run several commands in its process
-        gc.freeze()  # modules stay: no collection looks at them again, nor do those at exit
     parser = _Parser(
         prog=f"shardwright {first}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
