@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-more test-light install-light test-hosts prove prove-megatron prove-list proof-page lint lint-light generated golden build fit-cost bench-cost bench-schedule bench-gpu
+.PHONY: help setup demo test test-more test-newest test-light install-light test-hosts prove prove-megatron prove-list proof-page lint lint-light generated golden build fit-cost bench-cost bench-schedule bench-gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile

@@ -60,6 +60,7 @@ def test_make_targets_exist() -> None:
         "test",
         "test-more",
         "test-light",
+        "test-newest",
         "lint-light",
         "test-hosts",
         "prove",
