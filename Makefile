@@ -71,6 +71,28 @@ test-hosts: setup ## hosts and schedulers that are not there, on this machine; n
 	apt-get install -y -qq --no-install-recommends openssh-server pdsh iproute2 munge slurm-wlm openmpi-bin
 	$(BIN)/python -m pytest -m 'hosts and not prove' tests/launch
 
+# The versions of a plain `pip install` today. torch is held: newer ones on PyPI are CUDA builds of gigabytes.
+NEWEST := build/newest
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+VERIFY := $(NEWEST)/bin/shardwright verify
+TWO_RANKS := --set cluster.gpus_per_node=2
+DATA_RANKS := $(TWO_RANKS) --set parallelism.pipeline=1 --set parallelism.tensor=1 --set parallelism.data=2
+
+test-newest: ## the newest allowed packages in a fresh environment, one launched run of each kind of layout: 10 to 20 minutes
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check -q torch==$(TORCH)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check -q --upgrade --upgrade-strategy eager torch==$(TORCH) -e '.[test]'
+	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(accelerate|datasets|deepspeed|megatron-core|peft|torch|torchao|transformers|trl) '
+	$(VERIFY) recipes/tiny-gpt2-cpu.yaml $(TWO_RANKS) --set parallelism.data=1
+	$(VERIFY) recipes/tiny-llama-cpu.yaml $(TWO_RANKS) --set parallelism.pipeline=1
+	$(VERIFY) recipes/tiny-llama-cpu.yaml $(DATA_RANKS) --set parallelism.zero_stage=3
+	$(VERIFY) recipes/tiny-llama-cpu.yaml $(DATA_RANKS) --set lora.rank=4 --set lora.alpha=8
+	$(VERIFY) recipes/tiny-long-cpu.yaml --set data.packing=true
+	$(VERIFY) recipes/tiny-moe-cpu.yaml $(TWO_RANKS) --set parallelism.pipeline=1
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -m 'launch and not prove' tests/megatron/test_parity.py tests/zoo/test_vision_language.py tests/parity/test_low_precision.py::test_low_precision_trains_as_one_plain_process
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider tests/unit/utils/test_private_names.py tests/unit/engines/test_reference.py
+
 prove: setup ## the full counts in pieces, hours in all; what has passed on these files is left out (PIECES="parity lora" or FOR="checkpoint vision" for a part, JOBS=3 at a time, AGAIN=1 for all)
 	$(BIN)/python -m tools.prove $(PIECES) --for $(FOR) --jobs $(or $(JOBS),1) $(if $(AGAIN),--again)
 
