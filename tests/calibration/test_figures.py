@@ -40,6 +40,7 @@ def estimated(name: str) -> tuple[int, Estimate]:
     return graph.total_parameters, estimate_pinned_layout(problem_of(recipe, graph))
 
 
+@pytest.mark.prove
 def test_gpt3_takes_288_years_on_one_v100() -> None:
     days = {gpus: estimated(f"gpt3-175b-{gpus}xv100")[1].training.days for gpus in (1, 8, 512)}
     assert days[1] / DAYS_PER_YEAR == pytest.approx(288, rel=0.02)
@@ -47,6 +48,7 @@ def test_gpt3_takes_288_years_on_one_v100() -> None:
     assert days[512] / DAYS_PER_YEAR * 12 == pytest.approx(7, abs=0.5)
 
 
+@pytest.mark.prove
 def test_adam_in_float32_holds_16_bytes_a_parameter() -> None:
     parameters, found = estimated("fp32-adam")
     (stage,) = found.memory.stages
@@ -62,6 +64,7 @@ def test_the_bubble_is_p_minus_1_over_m() -> None:
     assert time.bubble_fraction == pytest.approx(3 / (12 + 3), rel=0.01)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "size",
     [pytest.param(size, marks=() if size in SAMPLE else pytest.mark.prove) for size in SC21],

@@ -45,6 +45,7 @@ def predicted(size: tuple[int, int, int], batch: int, gpus: int, micro: int, ker
     return found.time.hardware_tflops_per_gpu
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("size", "batch", "gpus", "micro", "measured"), MEASURED)
 def test_predicted_beside_measured(
     size: tuple[int, int, int], batch: int, gpus: int, micro: int, measured: float

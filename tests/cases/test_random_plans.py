@@ -142,6 +142,7 @@ def test_scripts_of_ones_own_make_no_second_copy(
         )
 
 
+@pytest.mark.prove
 def test_a_sample(tmp_path: Path) -> None:
     compiled = [*random_plans(4, 1, tmp_path), plan_with_hpz(tmp_path, 2)]
     assert len({result.plan.strategy for result in compiled}) == 5

@@ -178,6 +178,7 @@ def test_a_popular_model_is_planned_at_once_with_nothing_at_all(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.prove
 def test_the_second_time_a_recipe_needs_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "r.yaml").write_text(GOOD)

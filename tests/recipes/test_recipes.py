@@ -75,6 +75,7 @@ def test_no_golden_plan_is_left_over() -> None:
     assert {path.stem for path in EXPECTED.glob("*.txt")} == set(NAMES)
 
 
+@pytest.mark.prove
 def test_the_index_is_fresh() -> None:
     assert INDEX.read_text(encoding="utf-8") == index(), "run `make generated`"
 

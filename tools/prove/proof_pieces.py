@@ -61,13 +61,17 @@ PIECES: dict[str, Piece] = {
     ),
     "recipes": Piece(
         title="every recipe compiles",
-        tests=("tests/recipes/test_recipes.py",),
+        tests=("tests/recipes/test_recipes.py", "tests/unit/cli/test_init_command.py"),
         minutes=10,
         areas=("recipes",),
     ),
     "published": Piece(
         title="the planner against published runs",
-        tests=("tests/calibration/test_figures.py", "tests/calibration/test_published.py"),
+        tests=(
+            "tests/calibration/test_figures.py",
+            "tests/calibration/test_published.py",
+            "tests/calibration/test_zero3.py",
+        ),
         minutes=15,
     ),
     "ds-config": Piece(
@@ -87,6 +91,7 @@ PIECES: dict[str, Piece] = {
         tests=(
             "tests/lint/test_fuzz.py",
             "tests/migrate/test_import.py",
+            "tests/unit/launch/launchers/test_shell_injection.py",
             "tests/unit/data/test_fuzz.py",
             "tests/unit/models/test_fuzz.py",
         ),
@@ -137,7 +142,11 @@ PIECES: dict[str, Piece] = {
     ),
     "roundtrip": Piece(
         title="Hugging Face folders in and out",
-        tests=("tests/launch/test_roundtrip.py", "tests/unit/models/test_weights_check.py"),
+        tests=(
+            "tests/launch/test_roundtrip.py",
+            "tests/unit/checkpoint/test_image_generation.py",
+            "tests/unit/models/test_weights_check.py",
+        ),
         minutes=10,
         areas=("roundtrip",),
     ),

@@ -45,6 +45,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, An
     return dict(json.loads(capsys.readouterr().out))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("model", ["llava", "qwen2_5_vl"])
 def test_it_is_what_transformers_writes_with_the_export(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -54,6 +54,7 @@ def test_the_recipe_is_checked_and_planned(
     assert text.count("#") > 10 and "synthetic" in text
 
 
+@pytest.mark.prove
 def test_every_gpu_of_the_catalogue(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for gpu in catalogue()["gpus"]:
         path = tmp_path / f"{gpu}.yaml"

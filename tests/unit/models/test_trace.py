@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, JsonValue]] = {
     },
 }
 LENGTH = 512
-SAMPLE = ("llama", "gemma2", "gpt2", "mixtral")
+SAMPLE = ("llama", "mixtral")
 ELEMENT_BYTES = {torch.bfloat16: 2, torch.float32: 4}
 
 

@@ -135,6 +135,7 @@ def test_a_tower_of_one_size_at_real_size(model_type: str, gflops: float) -> Non
     )  # L (2n (4h^2 + 2hf) + 4n^2 h) + 2n C P^2 h
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_picture_of_another_size_than_was_traced(model_type: str) -> None:
     found, counted = another_size(model_type)
@@ -162,7 +163,8 @@ SHAPES: dict[str, tuple[str, int, dict[str, torch.Tensor]]] = {
     "llava_next": ("language_model", 16, {"image_sizes": torch.tensor([[32, 32]])}),  # of each tile
     "smolvlm": ("text_model", 16, {}),  # rows of pictures
     "internvl": ("language_model", 16, {}),
-    "lfm2_vl": ("language_model", 0, {}),  # patches, padded
+    # patches, padded; from transformers 5.24 on it picks tokens by a mask, which no trace follows
+    "lfm2_vl": ("language_model", 0, {}),
 }
 """A tiny copy's text part, the patches of every picture, and what counting wants beside the
 pixels."""
@@ -182,6 +184,9 @@ def test_towers_take_pictures_in_other_shapes(model_type: str) -> None:
             stack=f"model.{text}.layers", hidden_position=0, hidden_keyword=None, output_length=0
         ),
     )
+    if model_type == "lfm2_vl":
+        assert "nonzero" in found.untraced
+        return
     assert not found.untraced and found.patches == patches and len(found.layers) == 5
     if patches:
         with torch.device("meta"):

@@ -153,7 +153,13 @@ GENERAL = (
 )
 
 
-@pytest.mark.parametrize("launcher", LAUNCH)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(name, marks=() if name in ("local", "slurm") else pytest.mark.prove)
+        for name in LAUNCH
+    ],
+)
 def test_nothing_runs(launcher: str, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     path = install(tmp_path / "bin")
     reached, refused = set(), set()
