@@ -148,7 +148,7 @@ PRIVATE_NAMES = (
         "transformers.processing_utils",
         ("ProcessorMixin._merge_kwargs", "ProcessorMixin._process_images"),
     ),
-    PrivateNames("every model", "torch._subclasses.fake_tensor", ("FakeTensorMode",)),
+    PrivateNames("every model", "torch._subclasses.fake_tensor", ("FakeTensor", "FakeTensorMode")),
     PrivateNames(
         "every model",
         "torch.utils._pytree",
