@@ -108,6 +108,8 @@ def private_name_purposes(plan: Plan) -> tuple[Purpose, ...]:
     found: list[Purpose] = ["every model", *engine.private_names(plan)]
     if plan.model.task_traits.images_in_text:
         found.append("a vision-language model")
+    if plan.lora is not None:
+        found.append("LoRA")
     if plan.strategy.context > 1 and engine.types is None:
         found.append("context parallelism")
     return tuple(found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,8 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
@@ -240,7 +241,7 @@ class _EncoderRun:
         )
 
     def _features(self) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), _KnownMasks():
             return image_features(self.model)(**self.inputs)
 
     def _capture(self) -> dict[str, _EncoderBlock]:
@@ -315,7 +316,8 @@ class _EncoderRun:
             with ExitStack() as stack:
                 for path, module in self.blocks.items():
                     stack.enter_context(replace_forward(module, partial(passed, path)))
-                output = image_features(self.model)(**self.inputs)
+                with _KnownMasks():
+                    output = image_features(self.model)(**self.inputs)
             if isinstance(output, dict):
                 return [value for name, value in output.items() if name not in _ASIDE]
             return output
@@ -380,6 +382,24 @@ class _EncoderRun:
             if not any(n.startswith(f"{other}.") for other in projector)
         ]
         return towers, tuple(outer)
+
+
+class _KnownMasks(TorchFunctionMode):
+    """Index fake tensors by the places of a real mask: fake ones have no values to count."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function == torch.Tensor.__getitem__:
+            tensor, mask = args
+            is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+            if is_mask and isinstance(tensor, FakeTensor) and not isinstance(mask, FakeTensor):
+                return tensor[mask.nonzero(as_tuple=True)]
+        return function(*args, **(kwargs or {}))
 
 
 def _blocks(model: nn.Module, cut: PipelineSplit) -> dict[str, nn.Module]:

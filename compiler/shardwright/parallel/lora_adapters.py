@@ -123,15 +123,12 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def peft_rewrites_targets(lora: PlanLora, model: nn.Module) -> bool:
     """Return whether peft would adapt other modules of this model than the run did.
 
-    Depends on the adapter folder (models/lora_target_paths.py). peft versions without that module
-    rewrite nothing.
+    Depends on the adapter folder (models/lora_target_paths.py).
     """
     if missing_peft():
         return False
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:
-        return False
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     config = lora_config(lora, target_modules=list(lora.target_modules))
     try:
         convert_peft_config_for_transformers(config, model=model, conversions=None)

@@ -26,6 +26,7 @@ Purpose = Literal[
     "every run under Megatron-Core",
     "Megatron-Core on a CPU",
     "low precision",
+    "LoRA",
 ]
 """What of a plan needs a name; a message's words."""
 
@@ -148,7 +149,7 @@ PRIVATE_NAMES = (
         "transformers.processing_utils",
         ("ProcessorMixin._merge_kwargs", "ProcessorMixin._process_images"),
     ),
-    PrivateNames("every model", "torch._subclasses.fake_tensor", ("FakeTensorMode",)),
+    PrivateNames("every model", "torch._subclasses.fake_tensor", ("FakeTensor", "FakeTensorMode")),
     PrivateNames(
         "every model",
         "torch.utils._pytree",
@@ -246,6 +247,11 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "every run under DeepSpeed", "deepspeed.utils.bwc", ("bwc_tensor_model_parallel_rank",)
+    ),
+    PrivateNames(
+        "LoRA",
+        "peft.utils.transformers_weight_conversion",
+        ("convert_peft_config_for_transformers",),
     ),
     PrivateNames(
         "low precision", "torchao.float8.float8_linear", ("matmul_with_hp_or_float8_args",)
@@ -348,6 +354,7 @@ PRIVATE_NAMES = (
 VERIFIED_VERSIONS = {
     "transformers": ("5.23.0", "5.24.0"),
     "deepspeed": ("0.19.8",),
+    "peft": ("0.19.0", "0.21.2"),
     "megatron-core": ("0.16.1", "0.19.2"),
     "torch": ("2.13.0", "2.14.1"),
     "torchao": ("0.17.0", "0.18.0"),

@@ -26,13 +26,11 @@ from shardwright.utils.private_names import (
 SOURCES = Path(shardwright.__file__).parent
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 PACKAGES = ("deepspeed", "megatron", "peft", "torch", "torchao", "transformers")
-# Modules whose names are documented, or which older versions may lack.
+# Modules whose names are documented, or which versions may lack.
 PUBLIC = {
     *("deepspeed.accelerator", "deepspeed.pipe", "torchao.float8", "transformers.utils"),
     *("megatron.core", "megatron.core.distributed", "megatron.core.models.gpt"),
     *("megatron.core.pipeline_parallel", "transformers.utils.chat_template_utils"),
-    # An ImportError there is caught.
-    "peft.utils.transformers_weight_conversion",
     # megatron-core 0.19 alone has them, and rules refuse 0.16 where they are needed.
     "megatron.core.models.hybrid.hybrid_block",
     "megatron.core.models.hybrid.hybrid_model",
