@@ -163,8 +163,7 @@ SHAPES: dict[str, tuple[str, int, dict[str, torch.Tensor]]] = {
     "llava_next": ("language_model", 16, {"image_sizes": torch.tensor([[32, 32]])}),  # of each tile
     "smolvlm": ("text_model", 16, {}),  # rows of pictures
     "internvl": ("language_model", 16, {}),
-    # patches, padded; from transformers 5.24 on it picks tokens by a mask, which no trace follows
-    "lfm2_vl": ("language_model", 0, {}),
+    "lfm2_vl": ("language_model", 0, {}),  # patches, padded
 }
 """A tiny copy's text part, the patches of every picture, and what counting wants beside the
 pixels."""
@@ -184,9 +183,6 @@ def test_towers_take_pictures_in_other_shapes(model_type: str) -> None:
             stack=f"model.{text}.layers", hidden_position=0, hidden_keyword=None, output_length=0
         ),
     )
-    if model_type == "lfm2_vl":
-        assert "nonzero" in found.untraced
-        return
     assert not found.untraced and found.patches == patches and len(found.layers) == 5
     if patches:
         with torch.device("meta"):
