@@ -6,13 +6,19 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.figures import worst_of_ranks
 from tests.worker_launch import launch_worker
 
+Case = TypeVar("Case")
 Proved = Callable[[str, str, dict[str, Any]], None]
 """Is the fixture that keeps the figures of a case for benchmarks/AREA.json."""
+
+
+def sample_of(cases: Mapping[str, Case], *names: str) -> dict[str, Case]:
+    """Return the cases that run without `make prove`, which runs all of them."""
+    return {name: cases[name] for name in names}
 
 
 def start(worker: str, cases: Mapping[str, Any], out: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.models.model_support import torch_compile_types
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import launched, sample_of
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
 from tests.parity.models import MODELS
 
@@ -79,8 +79,11 @@ TYPES_PIPED: dict[str, Case] = {
 
 @pytest.mark.parametrize(
     "cases",
-    [TWO, *(pytest.param(cases, marks=pytest.mark.prove) for cases in (ONE, TYPES, TYPES_PIPED))],
-    ids=["two-ranks", "one-rank", "types", "types-in-a-pipeline"],
+    [
+        sample_of(TWO, "gpt2-pp2", "mixtral-dp2-zero2"),
+        *(pytest.param(cases, marks=pytest.mark.prove) for cases in (TWO, ONE, TYPES, TYPES_PIPED)),
+    ],
+    ids=["sample", "two-ranks", "one-rank", "types", "types-in-a-pipeline"],
 )
 def test_compiled_layers_train_as_one_plain_process(cases: dict[str, Case], tmp_path: Path) -> None:
     for name, figures in launched(cases, tmp_path, "compiled_worker.py").items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.utils.numeric_difference import largest_difference
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import launched, sample_of
 from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE, Case, compare
 
 TWO: dict[str, Case] = {
@@ -60,7 +60,15 @@ EVALUATED: dict[str, Case] = {
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "cases", [TWO, pytest.param(FOUR, marks=pytest.mark.prove)], ids=["two-ranks", "four-ranks"]
+    "cases",
+    [
+        pytest.param(
+            sample_of(TWO, "llama-zero3", "gemma2-zero2", "gpt2-lora-zero3", "mixtral-zero1"),
+            id="sample",
+        ),
+        pytest.param(TWO, id="two-ranks", marks=pytest.mark.prove),
+        pytest.param(FOUR, id="four-ranks", marks=pytest.mark.prove),
+    ],
 )
 def test_context_ranks_train_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
     found = launched(cases, tmp_path)

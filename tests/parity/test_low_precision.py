@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shardwright.utils.numeric_difference import difference, state_dict_max_abs_diff
-from tests.parity.case_launches import launched
+from tests.parity.case_launches import launched, sample_of
 from tests.parity.harness import (
     Case,
     metrics,
@@ -63,9 +63,21 @@ CASES = {
 }
 
 
+SAMPLE = sample_of(
+    CASES, "llama-tensor2", "llama-zero3", "qwen3_moe-expert2", "tensorwise-pipeline2", "kept"
+)
+
+
 @pytest.mark.launch
-def test_low_precision_trains_as_one_plain_process(tmp_path: Path) -> None:
-    for name, figures in launched(CASES, tmp_path, "low_precision_worker.py").items():
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SAMPLE, id="sample"),
+        pytest.param(CASES, id="all", marks=pytest.mark.prove),
+    ],
+)
+def test_low_precision_trains_as_one_plain_process(cases: dict[str, Case], tmp_path: Path) -> None:
+    for name, figures in launched(cases, tmp_path, "low_precision_worker.py").items():
         for key in MOST:
             assert figures[f"{key} of most steps"] <= MOST[key], (name, figures)
             assert figures[f"{key} of any step"] <= ANY[key], (name, figures)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.case_launches import Proved
+from tests.parity.case_launches import Proved, sample_of
 from tests.parity.objective_layouts import check, over_four_ranks, over_two_ranks
 from tests.parity.preference import PreferenceCase as Case
 
@@ -242,13 +242,30 @@ def test_every_layout(objective: str, tmp_path: Path, proved: Proved) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(TWO, id="two-ranks"),
+        pytest.param(
+            sample_of(
+                TWO,
+                "gpt2-zero2-ipo",
+                "llama-zero3-simpo",
+                "llama-tp2-orpo",
+                "llama-pp2",
+                "llama-context2",
+                "qwen3-moe-expert2-ipo",
+                "llama-lora-zero3",
+                "llama-kto-tp2",
+            ),
+            id="sample",
+        ),
+        pytest.param(TWO, id="two-ranks", marks=pytest.mark.prove),
         pytest.param(FOUR, id="four-ranks", marks=pytest.mark.prove),
         pytest.param(PACKED_TWO, id="packed", marks=pytest.mark.prove),
         pytest.param(PACKED_MORE, id="packed-two-ranks", marks=pytest.mark.prove),
         pytest.param(PACKED_REWARD, id="packed-rewards", marks=pytest.mark.prove),
         pytest.param(PACKED_FOUR, id="packed-four-ranks", marks=pytest.mark.prove),
-        pytest.param(REWARD_TWO, id="rewards"),
+        pytest.param(
+            sample_of(REWARD_TWO, "gpt2-reward-pp2", "gpt2-reward-lora-zero3"), id="rewards-sample"
+        ),
+        pytest.param(REWARD_TWO, id="rewards", marks=pytest.mark.prove),
         pytest.param(REWARD_MORE, id="rewards-two-ranks", marks=pytest.mark.prove),
         pytest.param(REWARD_FOUR, id="rewards-four-ranks", marks=pytest.mark.prove),
     ],
