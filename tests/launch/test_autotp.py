@@ -134,7 +134,7 @@ def test_every_type(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]],
 def test_what_autotp_cannot_express_is_said(tmp_path: Path) -> None:
     for name, config, words in (
         ("gpt2", GPT2, "transformer.h.0.attn.c_attn is a Conv1D"),
-        ("phi3", tiny_config("phi3"), "which AutoTP does not run"),
+        ("phi3", tiny_config("phi3"), "which AutoTP does not support"),
     ):
         result = compiled(config, tmp_path / name, 1)
         assert AUTOTP_FILE not in result.files
