@@ -181,6 +181,7 @@ def test_check_of_records_of_no_use(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no usable record among 4" in found.err
 
 
+@pytest.mark.prove
 def test_check_reads_a_long_file_no_further(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

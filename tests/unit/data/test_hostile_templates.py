@@ -53,6 +53,7 @@ def test_what_a_template_raises_names_it_and_the_row(name: str, tmp_path: Path) 
     assert "a.jsonl:1: the chat template (data.template)" in message
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_does_not_end_is_ended(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

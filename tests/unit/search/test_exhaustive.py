@@ -150,6 +150,7 @@ def test_a_rule_reads_what_it_says() -> None:
     assert layouts > 300
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("config", "nodes", "gpu", "length", "batch"),
     [

@@ -103,6 +103,7 @@ def test_deep_files_are_refused_by_every_command(
         assert code in printed.err + printed.out, arguments
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("where", ["", "training", "model.config", "extra"])
 def test_thousands_of_unknown_keys_are_told_in_time(
     where: str, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
@@ -116,6 +117,7 @@ def test_thousands_of_unknown_keys_are_told_in_time(
         assert capsys.readouterr().err.count("error[SW1101]") == MANY
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("section", ["", "zero_optimization"])
 def test_thousands_of_unknown_ds_config_keys_are_told_in_time(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
