@@ -1,7 +1,7 @@
 """Mutated configurations and recipes: a finding or silence, never a traceback; a misspelt key is
 always found.
 
-`make prove` has 20,000 of them and writes benchmarks/fuzz.json.
+`make prove` has 20,000 of them.
 """
 
 from __future__ import annotations

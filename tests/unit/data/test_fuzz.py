@@ -1,5 +1,5 @@
 """A sample of mutated conversations, files, templates and tokenizers; `make prove` has 20,000 of
-them and writes benchmarks/fuzz.json."""
+them."""
 
 from __future__ import annotations
 
